@@ -153,6 +153,8 @@ from serving import replica as RP
 from serving import server as SV
 from serving import time_sharing as TS
 from serving import unacked as UNACKED
+from serving import variant_server as VS
+from serving import variants as VA
 from parallelism import dry_run
 from parallelism import expert_parallel as Y
 import generate as G
@@ -12818,6 +12820,285 @@ REFUSED |= {
         "s3:buckets=0": "buckets", "s3:deviations=-1": "deviations", "rag-cache:x=1": "'x'",
     }.items()
 }  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------
+# serving/variants.py
+# --------------------------------------------------------------------------------------------------
+
+
+def variants_table(*names: str, sizes=(1, 2, 4, 8, 16), **fields) -> list:
+    """Variants whose batches take a + b * size seconds, from the most accurate on."""
+    costs = {"large": (0.02, 0.006, 0.8), "medium": (0.012, 0.003, 0.74)}
+    costs |= {"small": (0.008, 0.0012, 0.65), "tiny": (0.005, 0.0004, 0.5)}
+    rows = ((name, *costs[name]) for name in names or costs)
+    return [VS.Variant(n, acc, {k: a + b * k for k in sizes}, **fields) for n, a, b, acc in rows]
+
+
+def variants_mean(policy, variants, traces, value="in_time", workers=2, **options) -> float:
+    results = (VS.simulate(t, variants, policy, workers, **options) for t in traces)
+    return statistics.fmean(getattr(r, value) for r in results)
+
+
+def variants_check(result, queries, variants, workers) -> None:
+    """Each query is served once or dropped once, after its arrival; a worker has one batch at a
+    time; a dropped query was late for every variant; costs and lost work are the intervals'."""
+    ended = [q.index for q, *_ in result.served] + [q.index for q in result.dropped]
+    assert sorted(ended) == [q.index for q in queries]
+    for q, v, start, end in result.served:
+        assert q.arrival <= start < end and v.model == q.model
+    for worker in {w for w, *_ in result.busy}:
+        batches = sorted((start, end) for w, start, end, _ in result.busy if w == worker)
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(batches)) and worker < workers
+    seconds = sum(end - start for _, start, end, _ in result.busy)
+    assert abs(result.cost - seconds) < 1e-6 and seconds <= result.rented + 1e-6
+    useful = {(start, end) for _, start, end, lost in result.busy if not lost}
+    assert {(start, end) for *_, start, end in result.served} <= useful
+    lost = sum(end - start for _, start, end, lost in result.busy if lost)
+    assert result.lost == lost
+
+
+@pytest.mark.parametrize("name", [*VA.POLICIES, "ramsis", "best-effort"])
+def test_variants_invariants_on_random_traces(name):
+    """Every policy, with failing workers, on random traces: variants_check; floors are kept by the
+    policies that know them."""
+    rng = random.Random(name)
+    for seed in range(6):
+        slo, workers = rng.choice((0.03, 0.06, 0.2)), rng.randint(1, 3)
+        variants, n = variants_table(), 150
+        if name == "cocktail":
+            variants += VA.ensembles(variants, {"large+small": 0.82, "large+medium": 0.84})
+        policy = VA.POLICIES.get(name) or VS.Policy(
+            VA.Ramsis(variants, 40, slo, bins=8) if name == "ramsis" else VA.BestEffort(variants, slo)
+        )
+        queries = VA.trace(n, rng.choice((20, 100, 400)), rng.choice((0, 1, 4)), slo, seed)
+        if name != "mosel":
+            queries = [replace(q, floor=rng.choice((0, 0.7))) for q in queries]
+        end = queries[-1].arrival
+        kills = [(rng.uniform(0, end), rng.randrange(workers)) for _ in range(5)]
+        result = VS.simulate(queries, variants, policy, workers, kills, startup=0.05)
+        variants_check(result, queries, variants, workers)
+        assert name == "infaas" or result.rented <= workers * (end + 9)
+
+
+def test_variants_infaas_beats_fixed_variants():
+    """Bursts with mixed accuracy floors: more queries met than by any fixed variant, and cheaper
+    than the fixed variant that satisfies all floors, in busy and in rented seconds; the latter also
+    if it is scaled in the same way."""
+    floors = lambda q: replace(q, floor=random.Random(q.index).choice((0, 0.6, 0.7, 0.78)))
+    traces = [[floors(q) for q in VA.trace(1000, 150, 3, 0.1, seed)] for seed in range(2)]
+    variants, infaas = variants_table(), VA.POLICIES["infaas"]
+    of = lambda policy, vs, value: variants_mean(policy, vs, traces, value, startup=0.2)
+    for v in variants:
+        assert of(infaas, variants, "attainment") > of(VA.POLICIES["edf"], [v], "attainment") + 0.1
+        assert of(infaas, variants, "rented") < of(VA.POLICIES["edf"], [v], "rented")
+    scaled = VS.Policy(VA.edf, scale=VA.infaas_workers)
+    for value in ("cost", "rented"):
+        assert of(infaas, variants, value) < of(scaled, variants[:1], value)
+
+
+def test_variants_infaas_chooses_as_brute_force():
+    """The cheapest batch per query among all that meet the floor and the deadline."""
+    rng, variants = random.Random(0), variants_table(sizes=(1, 2, 4))
+    variants = [replace(v, cost=rng.choice((1, 3))) for v in variants]
+    for _ in range(200):
+        pool = VS.Pool(variants, 1, 0.0)
+        pool.idle = {0}
+        queue = [
+            VS.Query(rng.uniform(0.03, 0.08), i, 0.0, rng.choice((0, 0.7))) for i in range(5)
+        ]
+        queue.sort()
+        got, prices = VA.infaas(queue, 0.0, pool), []
+        for v, n in product(variants, range(1, 5)):
+            mates = [q for q in queue if q.floor <= v.accuracy][:n]
+            size = min(s for s in v.latency if s >= n)
+            in_time = v.latency[size] <= queue[0].deadline
+            if queue[0] in mates and len(mates) == n and in_time:
+                prices.append(v.cost * v.latency[size] / n)
+        paid = got.variant.cost * got.seconds / len(got.queries)
+        assert not prices or paid == pytest.approx(min(prices))
+
+
+def test_variants_mosel_keeps_the_floor():
+    """A burst in which the most accurate variant is late: mosel is in time, and the mean accuracy
+    of all answers so far is never below the floor."""
+    for seed, floor in product(range(3), (0.7, 0.75, 0.8)):
+        queries = [replace(q, floor=floor) for q in VA.trace(600, 100, 3, 0.1, seed)]
+        variants = variants_table()
+        result = VS.simulate(queries, variants, VA.POLICIES["mosel"])
+        fixed = VS.simulate(queries, variants[:1], VA.POLICIES["edf"])
+        assert floor == 0.8 or result.in_time > 0.99 > 0.95 > fixed.in_time
+        served = sorted(result.served, key=lambda r: r[2])
+        sums = accumulate(v.accuracy for _, v, *_ in served)
+        assert all(total / (i + 1) >= floor - 1e-9 for i, total in enumerate(sums))
+
+
+def test_variants_value_iteration_equals_brute_force():
+    """Three states, three actions: the values of the best of all 27 policies, each by a linear
+    solve."""
+    g = torch.Generator().manual_seed(0)
+    for _ in range(10):
+        rewards = torch.rand(3, 3, generator=g, dtype=torch.double)
+        following = torch.rand(3, 3, 3, generator=g, dtype=torch.double)
+        following *= 0.9 / following.sum(-1, keepdim=True)
+        best = torch.full((3,), -math.inf, dtype=torch.double)
+        for policy in product(range(3), repeat=3):
+            p = following[range(3), policy]
+            values = torch.linalg.solve(torch.eye(3, dtype=p.dtype) - p, rewards[range(3), policy])
+            best = best.maximum(values)
+        got = VA.value_iteration(rewards, following).max(1).values
+        torch.testing.assert_close(got, best, atol=1e-7, rtol=0)
+
+
+def test_variants_ramsis_beats_greedy():
+    """Poisson arrivals and an SLO near the slowest batch: more accurate than greedy at every margin
+    that has no more violations. After a batch, states have the discount's probability."""
+    variants = variants_table(sizes=(1, 2, 4, 8))
+    for slo, rate in ((0.03, 30), (0.03, 60), (0.04, 60)):
+        traces = [VA.trace(1000, rate, 1, slo, seed) for seed in range(2)]
+        ramsis = VA.Ramsis(variants, rate, slo)
+        of = lambda choose, value: variants_mean(VS.Policy(choose), variants, traces, value, 1)
+        missed, accuracy = 1 - of(ramsis, "in_time"), of(ramsis, "accuracy")
+        fair = 0
+        for margin in (0, 0.002, 0.004, 0.006, 0.01, 0.015):
+            choose = partial(VA.greedy, margin=margin)
+            if 1 - of(choose, "in_time") <= missed + 1e-3:
+                fair += 1
+                assert accuracy > of(choose, "accuracy")
+        assert fair
+        after = ramsis._arrivals(0.02, rate, 0.0)
+        empty = after[ramsis.state(1, slo)]
+        assert abs(after.sum() - 1) < 1e-9 and empty >= math.exp(-rate * 0.02) - 1e-12
+
+
+def test_variants_shepherd_beats_edf_in_overload():
+    """Three models whose batches pay, bursts above the capacity: the goodput of shepherd is at
+    least edf's, and preemption is used."""
+    models = [("a", 0.03, 0.001), ("b", 0.02, 0.001), ("c", 0.04, 0.0005)]
+    sizes = (1, 2, 4, 8, 16)
+    variants = [VS.Variant(m, 0.8, {n: a + b * n for n in sizes}, model=m) for m, a, b in models]
+    traces = []
+    for seed in range(4):
+        rng = random.Random(seed)
+        traces.append([replace(q, model=rng.choice("abc")) for q in VA.trace(800, 300, 4, 0.1, seed)])
+    shepherd, edf = VA.POLICIES["shepherd"], VA.POLICIES["edf"]
+    goodput = variants_mean(shepherd, variants, traces)
+    assert goodput >= variants_mean(edf, variants, traces)
+    assert goodput >= variants_mean(VS.Policy(VA.shepherd), variants, traces) - 0.05
+    for queries in traces:
+        result = VS.simulate(queries, variants, shepherd, 2)
+        variants_check(result, queries, variants, 2)
+        assert result.lost > 0
+    with pytest.raises(ValueError, match="no variant of model 'd'"):
+        VS.simulate([replace(traces[0][0], model="d")], variants, edf)
+
+
+def test_variants_herd_equals_brute_force():
+    """The least burst tolerance of the planned groups is the highest of all assignments of streams
+    and workers to groups."""
+    rng = random.Random(0)
+    for _ in range(10):
+        names = "abcd"
+        rates = {m: rng.uniform(1, 9) for m in names}
+        speed = {m: rng.uniform(5, 20) for m in names}
+        plan = VA.herd(rates, speed, 4, 2)
+        need = lambda group: sum(rates[m] / speed[m] for m in group)
+        assert sorted(m for group, _ in plan for m in group) == [*names]
+        assert sum(w for _, w in plan) == 4 and max(len(group) for group, _ in plan) <= 2
+        best = 0.0
+        for label in product(range(4), repeat=4):
+            groups = [[m for m, x in zip(names, label) if x == i] for i in sorted({*label})]
+            if max(map(len, groups)) <= 2:
+                for given in product(range(1, 5), repeat=len(groups)):
+                    if sum(given) == 4:
+                        best = max(best, min(w / need(g) for g, w in zip(groups, given)))
+        assert min(w / need(group) for group, w in plan) == pytest.approx(best)
+
+
+@pytest.mark.parametrize("name", ["slackfit", "best-effort"])
+def test_variants_slack_policies_beat_fixed_variants(name):
+    """Bursts: slackfit meets more deadlines than each fixed variant of at least its accuracy, and
+    is more accurate than the others; the learned router has the best quality under deadlines."""
+    variants, slo = variants_table("large", "medium", "small"), 0.04
+    traces = [VA.trace(1000, 100, 3, slo, seed) for seed in range(3)]
+    policy = VA.POLICIES.get(name)
+    if policy is None:
+        training = (VA.trace(1000, 100, 3, slo, 100 + seed) for seed in range(10))
+        policy = VS.Policy(VA.BestEffort(variants, slo).learn(training, 2))
+    of = lambda value: variants_mean(policy, variants, traces, value)
+    for v in variants:
+        fixed = lambda value, v=v: variants_mean(VA.POLICIES["edf"], [v], traces, value)
+        assert of("quality") > fixed("quality")
+        assert of("accuracy") > v.accuracy or of("in_time") > fixed("in_time")
+
+
+def test_variants_cocktail():
+    """The weighted vote of models that are each good at some classes is better than the best of
+    them and than a plain majority; an ensemble shrinks with the slack, and survives the loss of a
+    member with the accuracy of the rest; a lost single is served again."""
+    g = torch.Generator().manual_seed(0)
+    truth = torch.randint(6, (4000,), generator=g)
+    sure = torch.tensor([[9, 9, 4, 4, 5, 5], [4, 4, 9, 9, 5, 5], [5, 5, 5, 5, 9, 9]]) / 10
+    right = torch.rand(3, 4000, generator=g) < sure[:, truth]
+    votes = torch.where(right, truth, torch.randint(6, (3, 4000), generator=g))
+    weights = VS.class_weights(votes[:, ::2], truth[::2], 6)
+    score = lambda answers: (answers == truth[1::2]).float().mean().item()
+    vote = score(VS.weighted_vote(votes[:, 1::2], weights))
+    plain = score(VS.weighted_vote(votes[:, 1::2], torch.ones_like(weights)))
+    assert vote > max(map(score, votes[:, 1::2])) + 0.05 and vote > plain
+    hits = (votes[0, ::2] == truth[::2])[votes[0, ::2] == 0]
+    overall = (votes[0, ::2] == truth[::2]).float().mean()
+    want = (hits.sum() + overall) / (len(hits) + 1)
+    assert weights[0, 0].item() == pytest.approx(want.item(), rel=1e-5)
+
+    singles = variants_table("large", "medium", "small")
+    every = {"large+medium+small": 0.88, "large+medium": 0.85, "large+small": 0.83}
+    every |= {"medium+small": 0.78}
+    variants = singles + VA.ensembles(singles, every)
+    pool = VS.Pool(variants, 3, 0.0)
+    pool.idle = {0, 1, 2}
+    names = []
+    for slack in (0.1, 0.02, 0.01):
+        names.append(VA.cocktail([VS.Query(slack, 0, 0.0, 0.9)], 0.0, pool).variant.name)
+    assert names == ["large+medium+small", "medium+small", "small"]
+    assert VA.cocktail([VS.Query(0.1, 0, 0.0, 0.77)], 0.0, pool).variant.name == "medium+small"
+    run = lambda floor, *kills: VS.simulate(
+        [VS.Query(0.1, 0, 0.0, floor)], variants, VA.POLICIES["cocktail"], 3, kills, 0.01
+    )
+    result = run(0.88, (0.005, 1))
+    assert [(v.name, end) for _, v, _, end in result.served] == [("large+small", 0.026)]
+    assert result.lost == pytest.approx(0.005)
+    (served,) = run(0.6, (0.005, 0)).served
+    assert served[2] == pytest.approx(0.005) and served[1].name == "small"
+
+
+def test_variants_program(tmp_path, capsys):
+    """The printed tables of the shipped measurement have a row for each policy and variant; bad
+    tables and flags are one line."""
+    VA.main(["--requests", "60"])
+    rows = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "%  " in line]
+    assert {*VA.POLICIES, "ramsis", "best-effort", "small-layers5"} <= {*rows}
+    (bad := tmp_path / "t.json").write_text('{"variants": [{"name": "a"}]}')
+    for flags in (["--table", str(bad)], ["--workers", "0"], ["--requests", "0"]):
+        with pytest.raises(SystemExit, match="1"):
+            VA.main(flags)
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and f"error: {flags[0]}" in error
+
+
+@pytest.mark.slow
+def test_variants_calibrate():
+    """The forms of a shipped checkpoint are measured: layers and prompt tokens cost accuracy, and
+    the first layers run as the whole model's."""
+    folders = [VA.TABLE.parents[1] / "checkpoints" / name for name in ("draft", "small")]
+    table = VS.calibrate(folders, 64, 1)
+    names = [v["name"] for v in table["variants"]]
+    assert names[:3] == ["draft", "draft-int8", "draft-int4"] and names[-1] == "small"
+    assert all({*v["latency"]} == {*VS.SIZES} for v in table["variants"])
+    losses = {v["name"]: v["loss"] for v in table["variants"]}
+    layers = [name for name in names if "layers" in name]
+    assert layers and all(losses[name] > losses["draft"] > losses["small"] for name in layers)
+    assert {*table["votes"]} == {"small+draft"}
 
 
 # --------------------------------------------------------------------------------------------------

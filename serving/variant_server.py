@@ -245,7 +245,7 @@ class Pool:
         """Drop what is too late, then start batches until workers or queries run out."""
         fastest: dict[str, float] = {}
         for v in self.variants:
-            fastest[v.model] = min(fastest.get(v.model, math.inf), min(v.latency.values()))
+            fastest[v.model] = min(fastest.get(v.model, math.inf), v.latency[min(v.latency)])
         late = {q.index for q in self.queue if now + fastest[q.model] > q.deadline}
         self.result.dropped += [q for q in self.queue if q.index in late]
         self.queue = [q for q in self.queue if q.index not in late]
