@@ -13061,7 +13061,8 @@ def test_variants_cocktail():
     for slack in (0.1, 0.02, 0.01):
         names.append(VA.cocktail([VS.Query(slack, 0, 0.0, 0.9)], 0.0, pool).variant.name)
     assert names == ["large+medium+small", "medium+small", "small"]
-    assert VA.cocktail([VS.Query(0.1, 0, 0.0, 0.77)], 0.0, pool).variant.name == "medium+small"
+    for floor, members in ((0.77, 1), (0.82, 2), (0.88, 3)):
+        assert VA.cocktail([VS.Query(0.1, 0, 0.0, floor)], 0.0, pool).variant.workers == members
     run = lambda floor, *kills: VS.simulate(
         [VS.Query(0.1, 0, 0.0, floor)], variants, VA.POLICIES["cocktail"], 3, kills, 0.01
     )
