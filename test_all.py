@@ -12927,7 +12927,8 @@ def test_variants_mosel_keeps_the_floor():
         variants = variants_table()
         result = VS.simulate(queries, variants, VA.POLICIES["mosel"])
         fixed = VS.simulate(queries, variants[:1], VA.POLICIES["edf"])
-        assert floor == 0.8 or result.in_time > 0.99 > 0.95 > fixed.in_time
+        assert floor < 0.8 or result.in_time == fixed.in_time
+        assert floor == 0.8 or result.in_time > 0.99 > fixed.in_time + 0.03
         served = sorted(result.served, key=lambda r: r[2])
         sums = accumulate(v.accuracy for _, v, *_ in served)
         assert all(total / (i + 1) >= floor - 1e-9 for i, total in enumerate(sums))

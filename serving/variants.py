@@ -131,7 +131,7 @@ def mosel(queue: list[Query], now: float, pool: Pool) -> Choice:
     def keeps_floor(c: Choice) -> bool:
         n = len(c.queries)
         mean = (pool.accuracy_sum + n * c.variant.accuracy) / (pool.answers + n)
-        return mean >= queue[0].floor
+        return mean >= queue[0].floor - 1e-9
 
     kept = [c for c in batches(queue, now, pool, floors=False) if keeps_floor(c)]
     late = lambda: batches(queue, now, pool, late=True, floors=False)
@@ -374,6 +374,16 @@ def trace(n: int, rate: float, cv: float, slo: float, seed: int, floor: float = 
     return [Query(t + slo, i, t, floor) for i, t in enumerate(times)]
 
 
+def pareto(variants: Sequence[Variant]) -> list[Variant]:
+    """Without those to which another is preferable in accuracy and at every batch size."""
+
+    def beats(a: Variant, b: Variant) -> bool:
+        faster = all(a.latency[n] <= b.latency[n] for n in b.latency)
+        return a is not b and faster and (a.accuracy, b.name) > (b.accuracy, a.name)
+
+    return [v for v in variants if not any(beats(other, v) for other in variants)]
+
+
 def padded(latency: Mapping[int, float]) -> dict[int, float]:
     """A batch may be padded to a larger size that was measured to be faster."""
     return {b: min(s for c, s in latency.items() if c >= b) for b in latency}
@@ -400,9 +410,11 @@ def compare(
     singles: list[Variant], teams: list[Variant], queries: list[Query], floor: float, rate: float,
     slo: float, workers: int, training: Iterable[list[Query]],
 ) -> dict[str, Result]:  # fmt: skip
-    """{policy: its Result} of one trace. The fixed variants are served by edf. Only infaas, mosel
-    and cocktail are given the accuracy floor; the others know none."""
+    """{policy: its Result} of one trace. The fixed variants are served by edf; policies choose
+    among the Pareto-optimal ones, as in SuperServe. Only infaas, mosel and cocktail are given the
+    accuracy floor; the others know none."""
     results = {v.name: simulate(queries, [v], POLICIES["edf"], workers) for v in singles}
+    singles = pareto(singles)
     policies = POLICIES | {
         "ramsis": Policy(Ramsis(singles, rate / workers, slo)),
         "best-effort": Policy(BestEffort(singles, slo).learn(training, workers)),
