@@ -12927,7 +12927,6 @@ def test_variants_mosel_keeps_the_floor():
         variants = variants_table()
         result = VS.simulate(queries, variants, VA.POLICIES["mosel"])
         fixed = VS.simulate(queries, variants[:1], VA.POLICIES["edf"])
-        assert floor < 0.8 or result.in_time == fixed.in_time
         assert floor == 0.8 or result.in_time > 0.99 > fixed.in_time + 0.03
         served = sorted(result.served, key=lambda r: r[2])
         sums = accumulate(v.accuracy for _, v, *_ in served)
@@ -13068,7 +13067,8 @@ def test_variants_cocktail():
         [VS.Query(0.1, 0, 0.0, floor)], variants, VA.POLICIES["cocktail"], 3, kills, 0.01
     )
     result = run(0.88, (0.005, 1))
-    assert [(v.name, end) for _, v, _, end in result.served] == [("large+small", 0.026)]
+    ((_, left, _, end),) = result.served
+    assert left.name == "large+small" and end == pytest.approx(0.026)
     assert result.lost == pytest.approx(0.005)
     (served,) = run(0.6, (0.005, 0)).served
     assert served[2] == pytest.approx(0.005) and served[1].name == "small"
