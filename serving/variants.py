@@ -458,7 +458,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     slo = args.slo_ms / 1000 if args.slo_ms else 5 * best.latency[1]
     floor = statistics.median(v.accuracy for v in singles)
     print(f"{args.table.name}: {origin}\n{args.workers} workers, {args.requests} queries, SLO "
-          f"{slo * 1000:.0f} ms; floor of infaas, mosel, cocktail: accuracy {floor:.3f}")  # fmt: skip
+          f"{slo * 1000:.0f} ms; accuracy floor (infaas, mosel, cocktail) {floor:.3f}")  # fmt: skip
     for title, load, cv in (("bursts", 2.5, 4.0), ("low, even load", 0.3, 0.0)):
         rate = load * args.workers / best.latency[1]
         traces = [trace(args.requests, rate, cv, slo, args.seed + i) for i in range(21)]
