@@ -77,8 +77,8 @@ class Fair:
     service that it got, weighted input and output tokens over its share; the client with the
     smallest counter is admitted next. A client that returns from idleness is lifted to the least
     counter in the queue, so that it saves nothing up. Two clients with waiting requests at all
-    times differ by at most 2 max(input_weight L, output_weight M), L tokens of the longest prompt, M
-    of the KV cache, if input_weight <= output_weight. Loses throughput when clients share prefixes,
+    times differ by at most 2 max(input_weight L, output_weight M), L tokens of the longest prompt,
+    M of the KV cache, if input_weight <= output_weight. Loses throughput when clients share prefixes,
     whose requests it takes apart."""
 
     input_weight: float = 1.0
@@ -455,8 +455,8 @@ class SloMix:
 @dataclass
 class ReservedLength:
     """S3 (arXiv:2306.06000, section 3): a sequence is admitted when there are blocks for its
-    predicted output, in buckets of 1 / `buckets` of its max_new_tokens; one that outgrows its bucket
-    has the next one reserved, and is preempted if there are no blocks. So more run than if each
+    predicted output, in buckets of 1 / `buckets` of its max_new_tokens; one that outgrows its
+    bucket has the next one reserved, and is preempted if there are no blocks. So more run than if each
     reserved max_new_tokens, and fewer are preempted than if none did. Loses batch size to blocks
     that are reserved and not yet used, when preemption is cheap."""
 
@@ -485,9 +485,9 @@ class ReservedLength:
 
 @dataclass
 class KnowledgeCache:
-    """RAGCache's prefix-aware Greedy-Dual-Size-Frequency (PGDSF, arXiv:2404.12457, section 5.1): the
-    cached leaf with the least clock + frequency x cost / size is evicted, and the clock rises to its
-    value, so that what is not used ages. Blocks are of one size, and a token's recomputation costs
+    """RAGCache's prefix-aware Greedy-Dual-Size-Frequency (PGDSF, arXiv:2404.12457, section 5.1):
+    the cached leaf with the least clock + frequency x cost / size is evicted, and the clock rises to
+    its value, so that what is not used ages. Blocks are of one size, and a token's recomputation costs
     about the same at any depth, so cost / size is 1. Loses to LRU when popularity changes faster
     than the clock, and each eviction looks at all cached blocks."""
 
