@@ -78,8 +78,8 @@ class Fair:
     smallest counter is admitted next. A client that returns from idleness is lifted to the least
     counter in the queue, so that it saves nothing up. Two clients with waiting requests at all
     times differ by at most 2 max(input_weight L, output_weight M), L tokens of the longest prompt,
-    M of the KV cache, if input_weight <= output_weight. Loses throughput when clients share prefixes,
-    whose requests it takes apart."""
+    M of the KV cache, if input_weight <= output_weight. Loses throughput when clients share
+    prefixes, whose requests it takes apart."""
 
     input_weight: float = 1.0
     output_weight: float = 2.0
@@ -456,9 +456,9 @@ class SloMix:
 class ReservedLength:
     """S3 (arXiv:2306.06000, section 3): a sequence is admitted when there are blocks for its
     predicted output, in buckets of 1 / `buckets` of its max_new_tokens; one that outgrows its
-    bucket has the next one reserved, and is preempted if there are no blocks. So more run than if each
-    reserved max_new_tokens, and fewer are preempted than if none did. Loses batch size to blocks
-    that are reserved and not yet used, when preemption is cheap."""
+    bucket has the next one reserved, and is preempted if there are no blocks. So more run than if
+    each reserved max_new_tokens, and fewer are preempted than if none did. Loses batch size to
+    blocks that are reserved and not yet used, when preemption is cheap."""
 
     buckets: int = 10
     deviations: float = 1.0  # standard deviations above the mean
@@ -486,10 +486,10 @@ class ReservedLength:
 @dataclass
 class KnowledgeCache:
     """RAGCache's prefix-aware Greedy-Dual-Size-Frequency (PGDSF, arXiv:2404.12457, section 5.1):
-    the cached leaf with the least clock + frequency x cost / size is evicted, and the clock rises to
-    its value, so that what is not used ages. Blocks are of one size, and a token's recomputation costs
-    about the same at any depth, so cost / size is 1. Loses to LRU when popularity changes faster
-    than the clock, and each eviction looks at all cached blocks."""
+    the cached leaf with the least clock + frequency x cost / size is evicted, and the clock rises
+    to its value, so that what is not used ages. Blocks are of one size, and a token's recomputation
+    costs about the same at any depth, so cost / size is 1. Loses to LRU when popularity changes
+    faster than the clock, and each eviction looks at all cached blocks."""
 
     def __post_init__(self):
         self.clock_value, self.victim = 0.0, (math.inf, 0, 0)  # its value, block and node
@@ -519,8 +519,8 @@ def pause_waste(
     context_tokens: int, pause_seconds: float, other_tokens: int, token_seconds: float,
     swap_seconds: float = math.inf,
 ) -> dict[str, float]:  # fmt: skip
-    """Tokens of KV x seconds that each way to treat the KV of a sequence wastes while it waits for a
-    tool (InferCept, arXiv:2402.01869, section 3.2). preserve: it is unused. discard: while it is
+    """Tokens of KV x seconds that each way to treat the KV of a sequence wastes while it waits for
+    a tool (InferCept, arXiv:2402.01869, section 3.2). preserve: it is unused. discard: while it is
     recomputed, in chunks and so half of it on average, and that of all others, which wait. swap:
     both, while it is copied out and in, swap_seconds each way."""
     recompute = context_tokens * token_seconds
