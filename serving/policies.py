@@ -26,6 +26,9 @@ rounding (test_all.py). Needs: paged_kv.py.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    raise SystemExit("this is a part of generate.py; run: python generate.py --help")
+
 import math
 import time
 from collections import Counter, defaultdict

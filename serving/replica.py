@@ -14,6 +14,9 @@ same cost; many steps at once == one by one. Needs: paged_kv.py, serving/traces.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    raise SystemExit("this is a part of the simulator; run: python -m serving.simulate --help")
+
 import bisect
 import heapq
 import math

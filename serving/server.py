@@ -266,6 +266,9 @@ class Server:
             call, kept, seen = await self._interrupted(event, key)
         if self.engine.n_waiting + len(call.requests) > self.limits.max_queue:
             raise APIError(429, "the queue is full; try again later", Retry_After="1")
+        client = key if len(self.keys) > 1 else call.user or key  # who shares with whom (--policy)
+        for request in call.requests:
+            request.client = client
         self.kept.pop(call.id, None)
         generation = Generation(self, call, key, seen, kept)
         await generation.start()

@@ -55,6 +55,7 @@ import torch
 from torch import Tensor
 
 from serving import variant_server
+from serving.traces import arrival_times
 from serving.variant_server import Choice, Policy, Pool, Query, Result, Run, Variant, simulate
 
 TABLE = Path(__file__).with_name("variants.json")
@@ -369,9 +370,7 @@ POLICIES: dict[str, Policy] = {
 
 
 def trace(n: int, rate: float, cv: float, slo: float, seed: int, floor: float = 0.0) -> list[Query]:
-    """n queries with a deadline `slo` seconds after each arrival; see batch.arrival_times."""
-    from serving.batch import arrival_times
-
+    """n queries with a deadline `slo` seconds after each arrival; see traces.arrival_times."""
     times = arrival_times(n, rate, cv, random.Random(seed))
     return [Query(t + slo, i, t, floor) for i, t in enumerate(times)]
 
