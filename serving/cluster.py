@@ -213,8 +213,8 @@ class RayReplicas:
 
 
 class LocalReplicas:
-    """Processes of this machine; one that has died is started again by the next call. A call is a
-    connection to the Unix socket of a replica: the arguments of Replica.generate, then updates."""
+    """Processes of this machine; one that dies is started again. A call is a connection to the Unix
+    socket of a replica: the arguments of Replica.generate, then its updates."""
 
     def __init__(self, n: int, argv: list[str], threads: int, gpus: int):
         """gpus: of each replica, 0 or 1. ValueError: a replica does not start."""
@@ -228,6 +228,9 @@ class LocalReplicas:
                 raise ValueError("a replica does not start; its error is above") from None
             if isinstance(self.description, ValueError):
                 raise self.description
+        self.stopped = threading.Event()
+        atexit.register(self.stopped.set)
+        threading.Thread(target=self._restart_dead, daemon=True).start()
 
     def _start(self, i: int) -> tuple[Any, Any]:
         context = multiprocessing.get_context("spawn")
@@ -245,17 +248,16 @@ class LocalReplicas:
     def _socket(self, process: Any) -> str:
         return f"{self.folder.name}/{process.pid}"
 
-    def _alive(self) -> dict[int, Any]:
-        """Processes that accept calls, by their ids."""
-        for i, (process, _) in enumerate(self.replicas):
-            if not process.is_alive():
-                self.policy.forget(process.pid)
-                self.replicas[i] = self._start(i)
-        return {p.pid: p for p, _ in self.replicas if os.path.exists(self._socket(p))}
+    def _restart_dead(self) -> None:
+        while not self.stopped.wait(0.5):
+            for i, (process, _) in enumerate(self.replicas):
+                if not process.is_alive():
+                    self.replicas[i] = self._start(i)
 
     async def call(self, requests: list[Request], *args: Any) -> AsyncIterator[Update]:
         """Replica.generate of the best replica. ConnectionError if it dies."""
-        while not (alive := self._alive()):
+        accepts = lambda p: p.is_alive() and os.path.exists(self._socket(p))
+        while not (alive := {p.pid: p for p, _ in self.replicas if accepts(p)}):
             await asyncio.sleep(0.1)
         pid = self.policy.choose(requests[0].ids, alive)[0]
         self.policy.record(requests[0].ids, pid)
@@ -271,6 +273,7 @@ class LocalReplicas:
         except (OSError, EOFError):
             alive[pid].kill()
             alive[pid].join()
+            self.policy.forget(pid)
             raise ConnectionError("the replica died") from None
         finally:
             self.policy.calls[pid] -= 1
@@ -312,7 +315,7 @@ async def _accept_calls(replica: Replica, path: str, pipe: Any) -> None:
         writer.close()
 
     async with await asyncio.start_unix_server(call, f"{path}.new") as server:
-        os.rename(f"{path}.new", path)  # now _alive sees it
+        os.rename(f"{path}.new", path)  # now it gets calls
         pipe.send(await replica.describe())
         await server.serve_forever()
 
