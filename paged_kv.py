@@ -270,8 +270,8 @@ class BlockAllocator:
 
     A block is free; in use by refs[block] sequences; or cached: in use by none, but its content can
     be looked up. Cached blocks are evicted only when no block is free, in LRU order, or leaves with
-    the smallest eviction_key(block) first. A tree node is a number that is never reused, 0 the root;
-    an edge is the tokens of a block, compared exactly (no hash that could collide).
+    the smallest eviction_key(block) first. A tree node is a number that is never reused, 0 the
+    root; an edge is the tokens of a block, compared exactly (no hash that could collide).
 
     A sequence that uses a block uses all its ancestors, and releases them after it. So an ancestor
     is never less recently used than its descendants, and LRU eviction always evicts a leaf.

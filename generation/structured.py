@@ -82,7 +82,7 @@ def compile_dfa(pattern: str) -> tuple[np.ndarray, np.ndarray]:
     depths = accumulate((atom == "(") - (atom == ")") for atom in ATOM.findall(pattern))
     if min(depths, default=0) < 0:
         raise ValueError("cannot be compiled: it has an unopened group")
-    large = f"is too large: more than {MAX_STATES} states or {MAX_SECONDS} s to compile; repeat less"
+    large = f"is too large: over {MAX_STATES} states or {MAX_SECONDS} s to compile; repeat less"
     if re.search(r"(?<!\\)\{[\d,]*\d{6}", pattern):  # repeats 100,000 times or more
         raise ValueError(large)
     code = f"{inspect.getsource(_index)}\n_index({MAX_STATES}, {MAX_SECONDS}, {MAX_BYTES})"

@@ -74,6 +74,8 @@ def crossover_loads(overhead: float) -> tuple[float, float] | None:
 
 
 class Model(NamedTuple):
+    """A model with a deterministic service time."""
+
     seconds: float  # of a request on one GPU
     memory: float  # of its weights, in units of a GPU's
     slo: float  # on latency, in seconds
@@ -178,6 +180,8 @@ class LLM(NamedTuple):
 
 
 class Request(NamedTuple):
+    """A request to one of several LLMs."""
+
     arrival: float
     llm: int
     prompt: int  # tokens
@@ -359,6 +363,7 @@ MEDIUM, LARGE = Network(0.001, 0.002, 0.3, 0.7, 0.04), Network(0.002, 0.012, 1.0
 
 
 def alpaserve_rows() -> Iterator[Row]:
+    """Dedicated GPUs against pipelines over both."""
     low, high = crossover_loads(1.1)
     loads = {"below the crossovers": 0.7 * low, "between them": 1.0, "above both": 1.05 * high}
     for (name, load), cv in [*product(loads.items(), (1, 4))][:5]:
@@ -392,6 +397,7 @@ def serve_with(kind: str, blocks: int, requests: list[Request], **kwargs: Any) -
 
 
 def muxserve_rows() -> Iterator[Row]:
+    """Static halves of the KV cache against a shared pool and quotas."""
     skewed, flood = ((9, 200, 80), (1, 200, 80)), ((40, 40, 100), (0.5, 900, 20))
     for name, kinds, blocks, seconds in ("9 to 1", skewed, 1400, 40), ("flood", flood, 1000, 20):
         trace = llm_trace(*kinds, seconds=seconds)
@@ -410,6 +416,7 @@ def muxserve_rows() -> Iterator[Row]:
 
 
 def gpulet_rows() -> Iterator[Row]:
+    """Sharing a GPU by time alone against partitions."""
     predict, error = fit_interference(random.Random(0))
     yield "Gpulet: none, linear prediction", "pairs", "mean relative error", math.nan, error
     fits = partial(elastic_partition, n_gpus=1, predict=predict)

@@ -8,8 +8,8 @@ As long as nobody arrives, ends or can be admitted, steps are alike: each runnin
 token. A Replica then plans many steps at once, as one step whose drafts are all accepted (the
 Scheduler's mechanism for speculative decoding), and rejects those after the next arrival.
 
-Equivalence (test_all.py): every timestamp == that of the real Engine on a clock that advances by the
-same cost; many steps at once == one by one. Needs: paged_kv.py, serving/traces.py, policies.py.
+Equivalence (test_all.py): every timestamp == that of the real Engine on a clock that advances by
+the same cost; many steps at once == one by one. Needs: paged_kv.py, serving/traces.py, policies.py.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from serving.traces import Arrival
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds of a step: base + per_token tokens + per_key keys read, and per_swapped for each token
-    whose KV is copied from or to host memory."""
+    """Seconds of a step: base + per_token tokens + per_key keys read, and per_swapped for each
+    token whose KV is copied from or to host memory."""
 
     base: float
     per_token: float

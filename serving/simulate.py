@@ -4,7 +4,7 @@
 
 TRACE is a file or a description (traces.py). The replicas run the real Scheduler on a virtual clock
 (replica.py). What a step costs is linear, base + per_token tokens + per_key keys read: --calibrate
-measures it on this machine, --device takes it from a data sheet, a lower bound.
+measures it on this machine, --device computes it from published peak rates, a lower bound.
 
 What it does not know: other programs on the machine, and costs that are not linear (a step of few
 tokens is bound by reading the weights, one of many by compute). --engine runs the trace on a real
@@ -251,7 +251,7 @@ def measure(engine: Any, trace: Iterable[Arrival]) -> tuple[list[tuple[int, int]
 
 
 def cost_on_device(device: str, model: str, block_size: int) -> tuple[StepCost, int]:
-    """The cost by a data sheet (parallelism/planner.py), and the KV blocks that fit: a step reads
+    """The cost at a GPU's peak rates (planner.py), and the KV blocks that fit: a step reads
     all weights, a token computes with them and a key is read at full speed, and KV is swapped at
     the network's. So it is a lower bound."""
     from parallelism.planner import DEVICES, load_shape, parameters
@@ -346,6 +346,7 @@ def calibrate(path: Path, engine: Any) -> str:
 
 
 def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """The program's arguments, and those that it does not know."""
     parser = argparse.ArgumentParser(
         prog="python -m serving.simulate", description=__doc__.split("\n")[0], allow_abbrev=False,
         epilog="All other flags are generate.py's, for --engine and --calibrate.",
@@ -355,7 +356,11 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     add("--policies", default="fcfs", help="NAME[:FIELD=VALUE,...],... (serving/policies.py)")
     add("--replicas", type=int, default=1, help="engines behind the router")
     add("--router", default="power-of-two", choices=ROUTERS)
-    add("--device", default="h100", help="whose data sheet gives the cost of a step")
+    add(
+        "--device",
+        default="h100",
+        help="GPU at whose peak rates steps run (parallelism/planner.py)",
+    )
     add("--model", default="llama3-8b", help="name or folder; with --device (parallelism/planner)")
     add("--cost", type=Path, help="file of --calibrate, instead of --device", metavar="FILE")
     add("--blocks", type=int, help="KV blocks of each replica (default: what fits)")
