@@ -10837,6 +10837,11 @@ for what, call, words in (
             ({"anyOf": [{"$ref": "#"}]}, "recursive"),
             ({"$ref": "#/$defs/y"}, "nothing"),
             ({"enum": []}, "empty enum"),
+            ({"type": "integer", "enum": [1, "no"]}, "'no', which does not have its type"),
+            ({"type": ["string", "null"], "const": True}, "True, which does not have its type"),
+            ({"enum": [math.nan]}, "not a JSON number"),
+            ({"const": {"a": [math.inf]}}, "not a JSON number"),
+            ({"type": "array", "items": False, "minItems": 1}, "minItems, but no items"),
         )
     ),
 ):
@@ -13430,6 +13435,9 @@ def test_server_refuses_what_it_does_not_have():
                               403: "a.com a_b localhost.a.com 127.0.0.1:80.a.com ::1"}.items():  # fmt: skip
             for host in hosts.split():
                 assert httpx.get(f"{url}/metrics", headers={"Host": host}).status_code == status
+        for origin, status in ((url, 200), ("http://evil.example", 403), ("null", 403)):
+            got = http_post(url, "/tokenize", {"prompt": "x"}, Origin=origin)
+            assert got.status_code == status, origin
         ids = http_post(url, "/tokenize", {"prompt": HTTP_PROMPT}).json()["tokens"]
         assert ids == http_small()[1].encode(HTTP_PROMPT)
         assert http_post(url, "/detokenize", {"tokens": ids}).json()["prompt"] == HTTP_PROMPT
@@ -13508,7 +13516,8 @@ def test_server_stream_is_continued_with_its_key_only(monkeypatch):
     own, while the server has not noticed that the connection broke. Tokens are counted once, and
     kept up to a number of them."""
     body = dict(prompt=HTTP_PROMPT, seed=5, max_tokens=12, stream=True, ignore_eos=True)
-    monkeypatch.setattr(SV, "KEPT_TOKENS", 30)
+    n_tokens = len(http_small()[1].encode(HTTP_PROMPT)) + 12
+    monkeypatch.setattr(SV, "KEPT_TOKENS", 2 * n_tokens + 6)
     (want,) = http_reference(HTTP_PROMPT, seed=5, max_new_tokens=12, ignore_eos=True)
     with http_server(keys=(b"a", "\u00fc".encode())) as (server, url):
         http_slow(server, 0.05)
@@ -13519,8 +13528,9 @@ def test_server_stream_is_continued_with_its_key_only(monkeypatch):
         with httpx.stream("POST", f"{path}?repeat_unacked=1", json=body, headers=key("a")) as r:
             events = http_events(r.iter_lines())
             id, data = next(events)
-            acks = [http_post(url, "/v1/acks", {"id": id}, **key(k)) for k in ("a", "\u00fc")]
-            assert [ack.status_code for ack in acks] == [204, 404]
+            calls = (("a", id), ("\u00fc", id), ("a", id + "x"), ("a", id.partition(".")[0]))
+            acks = [http_post(url, "/v1/acks", {"id": i}, **key(k)) for k, i in calls]
+            assert [ack.status_code for ack in acks] == [204, 404, 404, 404]
             assert send("\u00fc", id).status_code == 404
             rest = send("a", id)  # r is not closed
         text = data["choices"][0]["text"]
@@ -14394,7 +14404,7 @@ def page_api(url: str, path: str, **body) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory):
+def page_servers(tmp_path_factory):
     """A browser, a server with a key, and a server that chats, with a longer context. No request
     may leave for another origin."""
     folder = tmp_path_factory.mktemp("page")
@@ -14406,6 +14416,12 @@ def page(tmp_path_factory):
         yield browser, *urls
     requests = {url for url in browser.requests if url[:5] not in ("data:", "blob:")}
     assert requests and not [url for url in requests if "/".join(url.split("/")[:3]) not in urls]
+
+
+@pytest.fixture
+def page(page_servers):
+    yield page_servers
+    page_servers[0].send("Page.navigate", url="about:blank")  # an open page takes processor time
 
 
 def test_page_completes_with_a_key(page):

@@ -2,7 +2,7 @@
 
 A pattern's texts are JSON values without white space, valid under the schema. A schema may have the
 keywords of KEYWORDS, enum, const, anyOf and $refs that are not recursive; `pattern` is of the whole
-string, values of enum have its type, properties come in the schema's order, values of any type are
+string, properties come in the schema's order, values of any type are
 nested at most two deep. Any other keyword is refused in one line, since a translation that ignores
 it gives texts that do not validate: outlines-core's own ignores minimum, uniqueItems and more,
 concatenates allOf, and does not escape names.
@@ -35,7 +35,7 @@ DATE = "[1-9][0-9]{3}-(?:0[1-9]|1[0-2])-(?:0[1-9]|1[0-9]|2[0-8])"  # days that e
 TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?Z"
 UUID = "-".join(f"[0-9a-f]{{{n}}}" for n in (8, 4, 4, 4, 12))
 FORMATS = {"date": DATE, "time": TIME, "date-time": f"{DATE}T{TIME}", "uuid": UUID}
-KEYWORDS = {  # of each type; a schema without a type has the types of its keywords
+KEYWORDS = {  # of each type; a schema without a type has each that one of its keywords is of
     "object": {"properties", "required", "additionalProperties"},
     "array": {"items", "minItems", "maxItems"},
     "string": {"minLength", "maxLength", "pattern", "format"},
@@ -46,7 +46,8 @@ IGNORED = {*(IGNORED + "$comment $defs definitions").split()}
 
 def pattern_of_schema(schema: Any) -> str:
     """JSON schema -> a regular expression that matches JSON values, without white space, which are
-    valid under it. ValueError, less the name of the setting: what is not supported, and where."""
+    valid under it. ValueError, which the caller puts the setting's name before: what is not
+    supported, and where."""
     try:
         return _Translator(schema).pattern(schema, "the schema")
     except RecursionError:
@@ -106,9 +107,12 @@ class _Translator:
         if kind == "anyOf":
             return _either(self.pattern(s, f"{where}.anyOf[{i}]") for i, s in enumerate(parts))
         if kind is not None:
+            for value in parts:
+                ok = "type" not in schema or _type_of(value) & {*_listed(schema["type"])}
+                _check(ok, where, f"has {kind} {value!r}, which does not have its type")
             return _either(re.escape(_dumps(value)) for value in parts)
         types = schema.get("type", [t for t, names in KEYWORDS.items() if keys & names])
-        types = types if isinstance(types, list) else [types]
+        types = _listed(types)
         ok = types and all(isinstance(t, str) and t in KEYWORDS for t in types)
         _check(ok, where, f"has type {schema.get('type')!r}")
         others = keys - {"type"}.union(*map(KEYWORDS.get, types))
@@ -157,7 +161,8 @@ class _Translator:
     def _array(self, schema: dict[str, Any], where: str) -> str:
         low, _, high = _quantifier(schema, "Items", where).strip("*{}").partition(",")
         items, none = schema.get("items", True), high == "0"
-        none = none or (items is False and low == "0")
+        _check(items is not False or low == "0", where, "has minItems, but no items")
+        none = none or items is False
         items = self._or_any(items, f"{where}.items")
         return r"\[\]" if none else rf"\[{_sequence(items, int(low or 0), high)}\]"
 
@@ -171,8 +176,23 @@ def _check(ok: Any, where: str, why: str) -> None:
         raise ValueError(f"is not supported: {where} {why}"[:300])
 
 
+def _listed(types: Any) -> list[Any]:
+    return types if isinstance(types, list) else [types]
+
+
+def _type_of(value: Any) -> set[str]:
+    """The types that a JSON value has: an integer is also a number."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return {"number", "integer"} if value == value // 1 else {"number"}
+    names = {bool: "boolean", str: "string", list: "array", dict: "object"}
+    return {names.get(type(value), "null")}
+
+
 def _dumps(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    try:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    except ValueError:
+        raise ValueError(f"is not supported: {value!r} is not a JSON number"[:300]) from None
 
 
 def _either(patterns: Iterable[str]) -> str:

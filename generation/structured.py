@@ -71,12 +71,13 @@ def without_anchors(pattern: str) -> str:
     return re.sub(r"(?<!\\)((?:\\\\)*)\$$", r"\1", pattern.removeprefix("^"))
 
 
-@lru_cache(64)
+@lru_cache(16)  # of up to 20 MB
 def compile_dfa(pattern: str) -> tuple[np.ndarray, np.ndarray]:
     """A regular expression that must match a whole text -> its DFA over UTF-8: transitions (states,
     256), -1 for none, from state 0; accepting (states,) bool. An accepting state can be reached
     from each. The syntax is that of Rust's regex, which Python's mostly is; ^ and $ at the ends are
-    redundant. ValueError, less the name of the setting: it is invalid or too large."""
+    redundant. ValueError, which the caller puts the setting's name before: it is invalid or too
+    large."""
     if find_spec("outlines_core") is None:
         raise ValueError("requires outlines-core: pip install outlines-core==0.2.14")
     depths = accumulate((atom == "(") - (atom == ")") for atom in ATOM.findall(pattern))
@@ -186,7 +187,7 @@ class Vocabulary:
         self.offsets = self.lengths.cumsum() - self.lengths
         self.bytes = np.frombuffer(b"".join(self.tokens), np.uint8)
         self.ids = self.lengths.nonzero()[0]
-        self.grammar = lru_cache(64)(partial(Grammar, self))  # pattern -> its Grammar
+        self.grammar = lru_cache(16)(partial(Grammar, self))  # pattern -> its Grammar
 
     @classmethod
     def of(cls, tokenizer: Any, vocab_size: int, eos_ids: Iterable[int]) -> Vocabulary:
@@ -225,7 +226,7 @@ class Grammar:
     start = 0
 
     def __init__(self, vocabulary: Vocabulary, pattern: str):
-        """ValueError, less the name of the setting, as compile_dfa."""
+        """ValueError as compile_dfa."""
         self.vocabulary, (self.table, self.accepting) = vocabulary, compile_dfa(pattern)
         self.vocab_size = len(vocabulary.tokens)
         self.in_chain = ((self.table >= 0).sum(1) == 1) & ~self.accepting

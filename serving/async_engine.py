@@ -5,8 +5,8 @@ it runs in a thread, and the loop keeps serving sockets. Between two steps the t
 loop asked for, adding and aborting requests; after a step it reports, in one call into the loop,
 how far every request has come.
 
-No queue lies between them: text and tokens are in the engine's own outputs, a Stream has only
-counts of how much its reader may see, and a reader takes all that is new at once. So a slow reader
+Instead of a queue, a Stream keeps counts: how many tokens and characters of the engine's own
+outputs its reader may see. A reader takes all that is new at once. So a slow reader
 costs no more memory than its output, which max_new_tokens bounds, and gets larger pieces.
 
 A Stream that was interrupted, here or on another machine, is continued by `submit` with the tokens
@@ -114,8 +114,8 @@ class AsyncEngine:
         """on_step: called in the loop after every step."""
         self.service, self.engine, self.on_step = service, service.engine, on_step
         self.wake, self.commands = threading.Condition(), deque[Callable[[], Any]]()
-        self.streams: dict[Request, Stream] = {}  # of the thread
-        self.unread: set[Stream] = set()  # of the loop: whose readers are to be woken
+        self.streams: dict[Request, Stream] = {}  # used by the engine's thread only
+        self.unread: set[Stream] = set()  # used by the loop only: whose readers will be woken
         self.timer: asyncio.TimerHandle | None = None
         self.n_submitted, self.n_added = 0, 0  # requests, counted by the loop and by the thread
         self.closed, self.loop = False, asyncio.get_running_loop()
@@ -201,16 +201,16 @@ class AsyncEngine:
             with self.wake:
                 self.wake.wait_for(lambda: self.commands or self.streams)
                 commands, self.commands = self.commands, deque()
-            for command in commands:
-                command()
-            if self.closed:
-                return self._fail("the server stops")
-            if self.streams:
-                try:
+            try:
+                for command in commands:
+                    command()
+                if self.closed:
+                    return self._fail("the server stops")
+                if self.streams:
                     self._report(self.engine.step())
-                except Exception as e:
-                    traceback.print_exc()
-                    self._fail(f"the engine failed ({type(e).__name__}: {one_line(e)})")
+            except Exception as e:
+                traceback.print_exc()
+                self._fail(f"the engine failed ({type(e).__name__}: {one_line(e)})")
 
     def _add(self, request: Request, earlier: Output | None, prompt_logprobs: int | None) -> Output:
         if earlier is None or not any(sample.token_ids for sample in earlier.samples):

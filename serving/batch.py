@@ -684,12 +684,11 @@ def replay(
 
 def replay_metrics(
     engine: Engine,
-    trace: Iterable[Arrival],
+    trace: list[Arrival],
     params: SamplingParams,
     sync_time: Callable[[float], float] = lambda seconds: seconds,
 ) -> dict[str, Any]:
-    """Replay a trace; its metrics under the keys that --json prints, times in seconds. Those of all
-    requests count from the first arrival."""
+    """Replay a trace; its metrics under the keys that --json prints, times in seconds."""
     scheduler = engine.scheduler
     counts = lambda: (scheduler.n_hit_tokens, scheduler.n_admitted_tokens, scheduler.n_preempted)
     before, done = counts(), replay(engine, trace, params, sync_time)
@@ -701,7 +700,8 @@ def replay_metrics(
         for name, t in (("queue", admitted), ("ttft", tokens[0]), ("e2e", tokens[-1])):
             times[name].append(t - arrival)
         times["itl"] += [b - a for a, b in zip(tokens, tokens[1:])]
-    seconds = max(o.timestamps[-1] for o in done) - min(o.arrival_time for o in done)
+    start = done[0].arrival_time - trace[done[0].id].arrival_time
+    seconds = max(output.timestamps[-1] for output in done) - start
     n_in, n_out = sum(len(o.prompt_ids) for o in done), sum(len(o.token_ids) for o in done)
     metrics = {
         "requests": len(done),

@@ -141,8 +141,11 @@ class Kept:
 
     def __post_init__(self):
         self.samples = [sample for output in self.outputs for sample in output.samples]
-        self.n_tokens = sum(len(sample.token_ids) for sample in self.samples)
-        self.n_tokens += sum(len(output.prompt_logprobs) for output in self.outputs)
+        ids = [request.ids for request in self.call.requests]
+        ids += [sample.token_ids for sample in self.samples]
+        for part in (*self.samples, *self.outputs):
+            ids += [best for _, best, _ in getattr(part, "prompt_logprobs", part.logprobs)]
+        self.n_tokens = sum(map(len, ids))
         for sample in self.samples:
             sample.finish_reason = None  # found again when it is continued
 
@@ -235,6 +238,9 @@ class Server:
             if re.sub(r":\d*$", "", host).lower() not in LOOPBACK:
                 names = ", ".join(sorted(LOOPBACK))
                 raise APIError(403, f"Host {host!r} requires --api-key; without, use {names}")
+            origin = request.headers.get("origin", f"http://{host}")  # a page elsewhere, by POST
+            if origin not in (f"http://{host}", self.origin) and self.origin != "*":
+                raise APIError(403, f"pages of {origin!r} may not call: see --set cors_origin")
             return "-"
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         matches = [hmac.compare_digest(given.encode("latin-1"), key) for key in self.keys]
@@ -267,11 +273,11 @@ class Server:
         if self.engine.n_waiting + len(call.requests) > self.limits.max_queue:
             raise APIError(429, "the queue is full; try again later", Retry_After="1")
         client = key if len(self.keys) > 1 else call.user or key  # who shares with whom (--policy)
-        for request in call.requests:
-            request.client = client
-        self.kept.pop(call.id, None)
+        for queued in call.requests:
+            queued.client = client
         generation = Generation(self, call, key, seen, kept)
         await generation.start()
+        self.kept.pop(call.id, None)
         if request.query_params.get("repeat_unacked") == "1":
             generation.tails = [UnackedTail(p.chars) for p in generation.seen]
         if call.stream:
@@ -303,9 +309,10 @@ class Server:
         id, *counts = event.split(".") if isinstance(event, str) else [""]
         generation = self.generations.get(id)
         known = generation is not None and generation.key == request.state.key
-        if not known or len(counts) != len(generation.tails):
+        acked = _parse_counts(counts)
+        if not known or not acked or len(acked) != len(generation.tails):
             raise APIError(404, "id is no event of a running stream with ?repeat_unacked=1", "id")
-        for tail, seen, count in zip(generation.tails, generation.seen, _parse_counts(counts)):
+        for tail, seen, count in zip(generation.tails, generation.seen, acked):
             tail.ack(min(count.chars, seen.chars))
         return Response(status_code=204)
 
