@@ -299,8 +299,8 @@ class BlockAllocator:
 
     def allocate(self) -> int:
         """A block with one reference and undefined content, evicting a cached block if needed."""
-        assert self.n_free, "check n_free first"
         if not self.free:
+            assert self.cached, "check n_free first"
             self._unlink(self._least_useful())
         block = self.free.pop()
         self.refs[block] = 1
@@ -460,8 +460,10 @@ class Scheduler:
         also if schedule itself was interrupted and only the plan passed in exists."""
         plan = Plan() if plan is None else plan
         for seq in self.running:  # if sampling was interrupted, the last token is run again
-            seq.num_computed_tokens = min(seq.num_computed_tokens, len(seq.tokens) - 1)
-            seq.num_written_tokens = min(seq.num_written_tokens, len(seq.tokens))
+            n = len(seq.tokens)
+            if seq.num_computed_tokens >= n:
+                seq.num_computed_tokens = n - 1
+                seq.num_written_tokens = min(seq.num_written_tokens, n)
             if seq.num_lookahead_blocks:
                 self._free_lookahead(seq)
         self.begin_step(self)

@@ -50,8 +50,11 @@ class StepCost:
 def step_size(plan: Plan) -> tuple[int, int]:
     """Tokens that a plan runs, and keys that they read: a sequence's are read once for all of its
     tokens in the step."""
-    tokens = sum(n for _, n in plan.run)
-    return tokens, sum(seq.num_computed_tokens + n for seq, n in plan.run)
+    tokens = keys = 0
+    for seq, n in plan.run:
+        tokens += n
+        keys += seq.num_computed_tokens + n
+    return tokens, keys
 
 
 @dataclass(eq=False)
@@ -164,10 +167,11 @@ class Replica:
         swapped, (tokens, keys) = swap(plan) + self.n_swapped_out, step_size(plan)
         self.n_swapped_out = 0
         n = 1 + min(plan.drafts.values()) if len(plan.drafts) == len(plan.run) else 1
-        self.steady = not swapped and all(m == 1 for _, m in plan.run)
-        self.ends, end = [], self.time
-        for i in range(n):
-            end += self.cost(tokens, keys + i * tokens, 0 if i else swapped)
+        self.steady = not swapped and tokens == len(plan.run)
+        end = self.time + self.cost(tokens, keys, swapped)
+        self.ends, alike, per_key = [end], self.cost(tokens, 0), self.cost.per_key
+        for total in range(keys + tokens, keys + n * tokens, tokens):  # each reads all new keys
+            end += alike + per_key * total
             self.ends.append(end)
 
     def _num_steps(self) -> int:
@@ -195,9 +199,8 @@ class Replica:
             request = part.request
             if not request.timestamps:
                 request.timestamps.append(start)
-            self.scheduler.accept(part, tokens)
-            if part.remaining == 0:
-                self.scheduler.accept(part, n - 1)
+            self.scheduler.accept(part, tokens + n - 1)
+            if part.remaining <= 0:  # all in several steps, in which each has tokens == 1
                 part.tokens += [request.id.output_id] * n
                 if n > 1:
                     self.scheduler.register(part, plan)

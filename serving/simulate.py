@@ -401,8 +401,10 @@ def run(args: argparse.Namespace, engine_flags: list[str]) -> str:
         block_size=args.block_size, kv_swap=args.kv_swap, prefix_cache=not args.no_prefix_cache,
     )  # fmt: skip
     if args.engine:
-        flags = [f"--set={name}={json.dumps(value)}" for name, value in sizes.items()]
-        engine_flags = [*engine_flags, *flags, f"--kv-blocks={blocks}"]
+        for name, value in (sizes | {"kv_blocks": blocks}).items():
+            is_flag = name in ("kv_blocks", "max_num_batched_tokens", "max_num_seqs")
+            flag = "--" + name.replace("_", "-") if is_flag else f"--set={name}"
+            engine_flags.append(f"{flag}={json.dumps(value)}")
     at_tool_call = lambda part, seconds: args.at_tool_call
     reports, results = {}, {}
     for policy in re.split(r",(?![^,:=]*=)", args.policies):  # not at commas between fields
