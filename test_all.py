@@ -11887,7 +11887,7 @@ def test_replica_plans_many_steps_at_once(policy, action):
     text = "conversations:n=60,rate=2,tools=1,turns=1:3,pause=3,system=40,input=3:60,output=5:90"
     trace = list(TR.generate(text + "+random:n=40,rate=1,priority=1,input=5:300,output=50:300", 3))
     sizes = dict(num_blocks=150, max_num_batched_tokens=256, max_num_seqs=12)
-    sizes |= dict(kv_swap=True, at_tool_call=lambda part, seconds: action)
+    sizes |= dict(kv_swap=True, at_tool_call=action)
     one, many = (CheckedReplica(SIM_COST, policy, one_by_one=x, **sizes) for x in (True, False))
     n_plans, plan = [], many._plan
     many._plan = lambda: (n_plans.append(1), plan())
@@ -11912,7 +11912,7 @@ def test_replica_keeps_kv_during_tool_calls():
     trace = list(TR.generate(text + ",tool_seconds=2,tool_tokens=9:20", 1))
     run: dict[str, int] = {}
     for action in ("discard", "preserve", "swap"):
-        more = dict(num_blocks=60, at_tool_call=lambda part, seconds: action)
+        more = dict(num_blocks=60, at_tool_call=action)
         replica = CheckedReplica(SIM_COST, **more)
         plan = replica._plan
 
@@ -11924,6 +11924,27 @@ def test_replica_keeps_kv_during_tool_calls():
         times = simulated_timestamps(trace, replica)
         assert [len(t) - 1 for t in times] == [a.max_new_tokens for a in trace]
     assert run["preserve"] < run["discard"] and run["swap"] < run["discard"]
+
+
+@pytest.mark.parametrize("rate, tokens", [(2, "100:400"), (8, "300:900")])
+def test_replica_wastes_least_at_tool_calls(rate, tokens):
+    """With short and long calls, min-waste is as good as the best fixed way; in overload better
+    than discard and preserve, and worse than swap: its waste does not count those in the queue."""
+    kind = f"turns=1:1,system=0,input={tokens},output=20:60"
+    text = f"conversations:n={25 * rate},rate={rate},tools=2,tool_seconds=0.2,{kind}"
+    text += f"+conversations:n={8 * rate},rate={0.3 * rate},tools=1,tool_seconds=20,{kind}"
+    mean = {}
+    for action in ("discard", "preserve", "swap", "min-waste"):
+        sizes = dict(num_blocks=300 if rate == 2 else 400, at_tool_call=action)
+        replica = CheckedReplica(SIM_COST, **sizes)
+        report = SIM.Report()
+        SIM.simulate(TR.generate(text, 1), [replica], SIM.RoundRobin(), report)
+        mean[action] = sum(report.e2e) / report.requests
+    least = mean.pop("min-waste")
+    if rate == 2:
+        assert least < 1.005 * min(mean.values()), (least, mean)
+    else:
+        assert mean["swap"] < least < 0.9 * min(mean["discard"], mean["preserve"]), (least, mean)
 
 
 def test_replica_with_a_tool_call_waits_for_the_answer():

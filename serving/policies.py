@@ -525,7 +525,8 @@ def pause_waste(
     """Tokens of KV x seconds that each way to treat the KV of a sequence wastes while it waits for
     a tool (InferCept, arXiv:2402.01869, section 3.2). preserve: it is unused. discard: while it is
     recomputed, in chunks and so half of it on average, and that of all others, which wait. swap:
-    both, while it is copied out and in, swap_seconds each way."""
+    both, while it is copied out and in, swap_seconds each way. Those that wait for
+    blocks are not counted: in overload `swap` alone is better."""
     recompute = context_tokens * token_seconds
     return {
         "preserve": pause_seconds * context_tokens,

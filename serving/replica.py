@@ -28,7 +28,7 @@ from typing import Any
 from paged_kv import (
     BlockAllocator, Output, Plan, Sample, SamplingParams, Scheduler, Sequence, SwappedKV, fcfs,
 )  # fmt: skip
-from serving.policies import make_policy
+from serving.policies import choose_for_pause, make_policy
 from serving.traces import Arrival
 
 
@@ -98,14 +98,14 @@ class Replica:
         max_num_seqs: int = 64,
         kv_swap: bool = False,
         prefix_cache: bool = True,
-        at_tool_call: Callable[[Part, float], str] = lambda part, seconds: "discard",
+        at_tool_call: str = "discard",
         finished: Callable[[Part, float], Any] = lambda part, time: None,
         one_by_one: bool = False,
     ):
-        """at_tool_call: what becomes of the KV of a sequence for the seconds of a call: "preserve"
-        it, "swap" it to host memory, or "discard" it, so that it is cached until its blocks are
-        needed. finished: called with a request's last part and the time. one_by_one: never plan
-        many steps at once."""
+        """at_tool_call: what becomes of the KV of a sequence during a tool call: "preserve" it,
+        "swap" it to host memory, "discard" it, so that it is cached until its blocks are needed, or
+        "min-waste", which of these wastes least (policies.choose_for_pause). finished: called
+        with a request's last part and the time. one_by_one: never plan many steps at once."""
         self.cost, self.finished, self.one_by_one = cost, finished, one_by_one
         self.at_tool_call = at_tool_call
         self.time = 0.0  # end of the last complete step
@@ -148,8 +148,7 @@ class Replica:
 
     def _arrive(self) -> None:
         time, _, part = heapq.heappop(self.arriving)
-        self.allocator.release(part.preserved)  # from now on cached, as most recently used
-        part.preserved = []
+        self._release_preserved(part)
         if self.plan is not None:  # it waits for the end of the present step
             self._complete(bisect.bisect_left([self.time, *self.ends[:-1]], time))
         elif not self.n_unfinished:
@@ -157,13 +156,23 @@ class Replica:
         part.arrival, self.n_arrived = self.n_arrived, self.n_arrived + 1
         self.scheduler.add(part)
 
+    def _release_preserved(self, part: Part) -> None:
+        """From now on its KV is cached, as most recently used."""
+        self.allocator.release(part.preserved)
+        part.preserved = []
+
     def _plan(self) -> None:
         """Plan the next step, or as many as are alike."""
         scheduler, n = self.scheduler, self._num_steps()
         for seq in scheduler.running:
             seq.num_draft_tokens = n - 1
-        self.plan = plan = scheduler.schedule()
+        plan = scheduler.schedule()
+        if not plan.run:  # the KV that is preserved leaves no room for anyone
+            for *_, paused in self.arriving:
+                self._release_preserved(paused)
+            plan = scheduler.schedule()
         assert plan.run, "nothing can run"
+        self.plan = plan
         swapped, (tokens, keys) = swap(plan) + self.n_swapped_out, step_size(plan)
         self.n_swapped_out = 0
         n = 1 + min(plan.drafts.values()) if len(plan.drafts) == len(plan.run) else 1
@@ -216,12 +225,16 @@ class Replica:
             self.finished(part, self.time)
             return
         seconds, following = arrival.tool_calls[part.number][1], Part.of(arrival, part)
-        action = self.at_tool_call(part, seconds)
+        action, context = self.at_tool_call, part.num_computed_tokens
+        if action == "min-waste":
+            other = sum(seq.num_computed_tokens for seq in self.scheduler.running) - context
+            swap_seconds = context * self.cost.per_swapped or math.inf  # 0: not measured
+            action = choose_for_pause(context, seconds, other, self.cost.per_token, swap_seconds)
         if action == "preserve":
             following.preserved = [*map(self.allocator.share, blocks)]
         elif action == "swap":
-            following.swapped_kv = SwappedKV(part.num_computed_tokens, [], [])
-            self.n_swapped_out += part.num_computed_tokens
+            following.swapped_kv = SwappedKV(context, [], [])
+            self.n_swapped_out += context
         self.scheduler.finish(part)
         self.send(following, self.time + seconds)
 

@@ -369,7 +369,7 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     add("--max-num-seqs", type=int, default=256)
     add("--kv-swap", action="store_true", help="preemption swaps KV to host memory")
     add("--no-prefix-cache", action="store_true")
-    add("--at-tool-call", default="discard", choices=("discard", "preserve", "swap"))
+    add("--at-tool-call", default="discard", choices=("discard", "preserve", "swap", "min-waste"))
     add("--slo", default="1:0.1", help="seconds to the first token, and per further token")
     add("--seed", type=int, default=0)
     add("--plot", type=Path, metavar="FILE")
@@ -405,10 +405,9 @@ def run(args: argparse.Namespace, engine_flags: list[str]) -> str:
             is_flag = name in ("kv_blocks", "max_num_batched_tokens", "max_num_seqs")
             flag = "--" + name.replace("_", "-") if is_flag else f"--set={name}"
             engine_flags.append(f"{flag}={json.dumps(value)}")
-    at_tool_call = lambda part, seconds: args.at_tool_call
     reports, results = {}, {}
     for policy in re.split(r",(?![^,:=]*=)", args.policies):  # not at commas between fields
-        options = dict(sizes, num_blocks=blocks, at_tool_call=at_tool_call)
+        options = dict(sizes, num_blocks=blocks, at_tool_call=args.at_tool_call)
         replicas = [Replica(cost, policy, **options) for _ in range(args.replicas)]
         reports[policy] = report = Report(parse_slo(args.slo))
         trace = open_trace(args.trace, args.seed)
