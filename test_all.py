@@ -12095,19 +12095,17 @@ def test_simulate_mistakes(argv, words, capsys):
 
 
 @pytest.mark.slow
-def test_simulate_foretells_the_engine(tmp_path):
-    """Calibrated on this machine, the simulator's percentiles are near those of a real run. The
-    bound is wide: other processes take the time that was measured without them."""
-    flags = ["--dtype", "fp32", "--set", "prefix_cache=false"]
-    assert SIM.main(["--calibrate", str(tmp_path / "cost.json"), *flags]) == 0
-    cost = SIM.StepCost(
-        **{
-            k: v
-            for k, v in json.loads((tmp_path / "cost.json").read_text()).items()
-            if k != "blocks"
-        }
-    )
-    assert cost.base > 0 and cost.per_token > 0
+def test_simulate_foretells_the_engine(tmp_path, capsys):
+    """Calibrated here, means and medians of a burst are those of a real run within a factor of 3:
+    other programs take their share of the machine. BENCHMARKS.md has those of a quiet one."""
+    cost, sizes = str(tmp_path / "cost.json"), ["--max-num-seqs=16", "--max-num-batched-tokens=512"]
+    assert SIM.main(["--calibrate", cost, "--dtype=fp32", *sizes]) == 0
+    trace = "random:n=60,rate=30,cv=3,input=16:200,output=16:64"
+    capsys.readouterr()
+    assert SIM.main([trace, "--cost", cost, "--engine", "--json", "--dtype=fp32", *sizes]) == 0
+    simulated, real = json.loads(capsys.readouterr().out).values()
+    for name in ("tokens_per_second", "ttft_p50", "itl_p50", "e2e_mean"):
+        assert 1 / 3 < simulated[name] / real[name] < 3, (name, simulated, real)
 
 
 def trace_of(text: str) -> None:

@@ -430,6 +430,8 @@ def main(argv: list[str] | None = None) -> int:
         if engine_flags and not (args.engine or args.calibrate):
             raise ValueError(f"{engine_flags[0]} is unknown, or requires --engine or --calibrate")
         if args.calibrate:
+            for name in ("max_num_seqs", "max_num_batched_tokens"):
+                engine_flags.append(f"--{name.replace('_', '-')}={getattr(args, name)}")
             print(calibrate(args.calibrate, load_engine(engine_flags)))
         elif min(args.replicas, args.block_size, args.blocks or 1) < 1:
             raise ValueError("--replicas, --blocks and --block-size must be 1 or more")
