@@ -303,11 +303,9 @@ def table(results: dict[str, dict[str, float]]) -> str:
 
 def plot(reports: dict[str, Report], path: Path) -> None:
     """Cumulative distributions of the time to the first token and of the whole request."""
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError:
-        raise ValueError("--plot requires matplotlib: pip install matplotlib") from None
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.5), sharey=True, layout="constrained")
+    from training.metrics import pyplot
+
+    figure, axes = pyplot().subplots(1, 2, figsize=(9, 3.5), sharey=True, layout="constrained")
     for axis, name, label in zip(axes, ("ttft", "e2e"), ("time to first token", "end to end")):
         for policy, report in reports.items():
             values = np.sort(np.array(getattr(report, name)))
