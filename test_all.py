@@ -24302,7 +24302,8 @@ def test_generate_as_a_process():
 
 def test_generate_interactive_as_a_process(tmp_path):
     """Ctrl-C stops a reply and not the program: /reset and the next line are answered."""
-    flags = "--interactive --max-new-tokens 100000 --ignore-eos --set ctx_size=500"
+    flags = "--interactive --max-new-tokens 100000 --ignore-eos --set ctx_size=500 --dtype fp32 "
+    flags += f"--checkpoint {REPO}/checkpoints/moe"  # takes 3 s for that many
     p = generate_process(*flags.split(), stdin=subprocess.PIPE, bufsize=0)
 
     def say(line: str, n_notes: int) -> list[str]:
