@@ -140,6 +140,7 @@ def serve_queue(jobs: list[Job], pick: Pick, slots: int, swap: float) -> dict[Jo
 
 
 def fcfs(waiting: list[Job], now: float, loaded: int | None) -> Job:
+    """First come first served."""
     return min(waiting)
 
 
@@ -207,10 +208,12 @@ Row = tuple[str, str, str, float, float]  # techniques, workload, measure, of ea
 
 
 def times(seed: int, rate: float, n: int, cv: float = 1) -> list[float]:
+    """n arrival times in seconds, at a rate per second; see traces.arrival_times."""
     return [*arrival_times(n, rate, cv, random.Random(seed))]
 
 
 def orion_rows() -> Iterator[Row]:
+    """Kernels side by side without regard to their profile, against Orion."""
     p99 = lambda values: sorted(values)[int(0.99 * len(values))]
     run = partial(share_gpu, times(1, 80, 1500), HIGH_PRIORITY)
     alone = p99(run(HIGH_PRIORITY, lambda *_: False)[0])
@@ -235,6 +238,7 @@ def attained(starts: dict[Job, float]) -> float:
 
 
 def qlm_rows() -> Iterator[Row]:
+    """First come first served and earliest deadline first, against QLM's groups."""
     for name, rate, n_models, error in (
         ("two models, swap 2 s", 3, 2, 1.0),
         ("one model, estimated mean 5x too low", 7, 1, 0.2),
