@@ -1,15 +1,15 @@
 """Speed of generate.py: memory bandwidth, timed runs and their summary.
 
+    python -m generation.bench --gpu-report    every kernel and program on this machine's GPUs
+
 A decode step reads every weight once, so a run's bytes per second are reported beside the read
 bandwidth measured on the same device: what is missing is overhead.
 """
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    raise SystemExit("this is a part of generate.py; run: python generate.py --help")
-
 import statistics
+import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -140,3 +140,9 @@ def device_name(device: torch.device, mesh: Any = None) -> str:
         name = torch.cuda.get_device_name(device)
     dims = [] if mesh is None else [d for d in ("pp", "tp") if mesh.size(d) > 1] or ["tp"]
     return ", ".join([name, *(f"{d} {mesh.size(d)}" for d in dims)])
+
+
+if __name__ == "__main__":
+    from generation import gpu_report
+
+    raise SystemExit(gpu_report.main(sys.argv[1:]))
