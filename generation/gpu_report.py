@@ -7,8 +7,9 @@ Each entry runs in a process of its own, with a time limit: a crash in one leave
 Writes BENCHMARKS-GPU.md (device, driver, versions, tables) and BENCHMARKS-GPU.json (the same) to
 the current folder. Without a GPU it prints what it would run.
 
-Kernel times are medians of triton.testing.do_bench: GPU time, with an emptied L2 cache. TFLOP/s
-count the visible scores only (causal: half); GB/s count each input once.
+Kernel times are medians of triton.testing.do_bench: GPU time, with an emptied L2 cache; of short
+kernels within a CUDA graph, so that launches do not count, over copies of the inputs that exceed
+the L2 cache. TFLOP/s count the visible scores only (causal: half); GB/s count each input once.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_leaves, tree_map
 
 ROOT = Path(__file__).resolve().parents[1]
 Row = dict[str, Any]
@@ -42,6 +44,19 @@ def milliseconds(f: Callable[[], Any]) -> float:
     from triton.testing import do_bench
 
     return do_bench(f, warmup=20, rep=100, return_mode="median")
+
+
+def graph_milliseconds(f: Callable[..., Any], *args: Any) -> float:
+    """Of f(*args) within a CUDA graph. args: tensors, tuples of them, or None."""
+    size = sum(x.nbytes for x in tree_leaves(args) if isinstance(x, torch.Tensor))
+    clone = lambda x: x.clone() if isinstance(x, torch.Tensor) else x
+    copies = [tree_map(clone, args) for _ in range(-(-(2**28) // size))]
+    f(*args)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for inputs in copies:
+            f(*inputs)
+    return milliseconds(graph.replay) / len(copies)
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -60,7 +75,7 @@ def copy_table() -> Iterator[Row]:
 
 def attention_table() -> Iterator[Row]:
     """flash_attention beside SDPA's backends: TFLOP/s of the forward and of the backward pass."""
-    from attention import flash_attention, flash_attention_fp8
+    from attention import flash_attention, flash_attention_fp8, quantize_blocks
 
     def sdpa(backend: SDPBackend, q: Any, k: Any, v: Any, causal: bool) -> torch.Tensor:
         with sdpa_kernel(backend):
@@ -90,6 +105,9 @@ def attention_table() -> Iterator[Row]:
             yield {"case": case, "kernel": name, **rates}
         forward = milliseconds(lambda: flash_attention_fp8(q, k, v, causal=causal))
         yield {"case": case, "kernel": "flash_attention_fp8", "forward": flops / forward / 1e9}
+        forward -= milliseconds(lambda: [quantize_blocks(x) for x in (q, k, v)])
+        row = {"case": case, "kernel": "the same without quantize_blocks"}
+        yield row | {"forward": flops / forward / 1e9}
 
 
 def decode_table() -> Iterator[Row]:
@@ -99,11 +117,11 @@ def decode_table() -> Iterator[Row]:
 
     for B, S in ((16, 8192), (1, 32768)):
         q, k, v = randn(B, 1, 32, 128), randn(B, S, 8, 128), randn(B, S, 8, 128)
-        ms = milliseconds(lambda: decode_attention(q, k, v))
+        ms = graph_milliseconds(decode_attention, q, k, v)
         yield {"case": f"dense, B {B}, {S} keys, 32 / 8 heads", "GB/s": 2 * k.nbytes / ms / 1e6}
     for B, S, width in ((32, 4096, 576),):
         q, k = randn(B, 1, 128, width), randn(B, S, 1, width)
-        ms = milliseconds(lambda: decode_attention(q, k, None, latent_dim=512))
+        ms = graph_milliseconds(partial(decode_attention, latent_dim=512), q, k, None)
         yield {"case": f"dense MLA, B {B}, {S} keys, 128 heads", "GB/s": k.nbytes / ms / 1e6}
     int32 = partial(torch.tensor, device="cuda", dtype=torch.int32)
     for B, S, heads, latent in ((32, 4096, (32, 8, 128), None), (1, 32768, (32, 8, 128), None),
@@ -113,7 +131,7 @@ def decode_table() -> Iterator[Row]:
         q, k = randn(B, Hq, D), randn(n, Hkv, 16, D).transpose(1, 2)
         v = None if latent else randn(n, Hkv, 16, D).transpose(1, 2)
         args = q, k, v, table, int32(range(B + 1)), int32([S] * B)
-        ms = milliseconds(lambda: paged_attention(*args, latent_dim=latent))
+        ms = graph_milliseconds(partial(paged_attention, latent_dim=latent), *args)
         size = k.nbytes * (1 if latent else 2)
         name = "paged MLA" if latent else "paged"
         yield {"case": f"{name}, B {B}, {S} keys, {Hq} / {Hkv} heads", "GB/s": size / ms / 1e6}
@@ -129,10 +147,10 @@ def linear_table() -> Iterator[Row]:
         int8, int4 = random_qweights(N, K, "cuda")
         for rows in (1, 4, 16, 64):
             x, row = randn(rows, K), {"case": f"{N} x {K}, {rows} rows"}
-            ms = milliseconds(lambda: F.linear(x, dense))
+            ms = graph_milliseconds(F.linear, x, dense)
             row["bf16 us"], row["bf16 GB/s"] = 1e3 * ms, dense.nbytes / ms / 1e6
             for name, w in (("int8", int8), ("int4", int4)):
-                ms = milliseconds(lambda: weight_only_matmul(x, *w))
+                ms = graph_milliseconds(weight_only_matmul, x, *w)
                 size = sum(t.nbytes for t in w if t is not None)
                 row |= {f"{name} us": 1e3 * ms, f"{name} GB/s": size / ms / 1e6}
             yield row
@@ -163,7 +181,7 @@ def experts_table() -> Iterator[Row]:
         leaves, row = [randn(N, C), weights, up, down], {"case": f"{N} tokens"}
         for name, f in (("grouped_mm", grouped_mm_experts), ("grouped_experts", grouped_experts)):
             run = lambda: f(leaves[0], leaves[1], ids, *leaves[2:])
-            row[f"{name} ms"] = forward = milliseconds(run)
+            row[f"{name} ms"] = forward = graph_milliseconds(f, *leaves[:2], ids, *leaves[2:])
             for x in leaves:
                 x.requires_grad_()
             both = lambda: torch.autograd.grad(run().sum(), leaves)
@@ -222,7 +240,8 @@ def entries(n_gpus: int) -> list[Entry]:
     check = lambda path: Entry(f"{path}: check", path)
     llama = "generate.py --dummy llama3.1-8b --prompt-tokens 128 --bench 2"
     train = "train.py --model llama3.2-1b --steps 8 --batch-size 4 --micro-batch-size 4 "
-    train += "--seq-len 4096 --attention flash --out /tmp/sheaf-gpu-report --eval-every 8"
+    train += "--seq-len 4096 --attention flash --out /tmp/sheaf-gpu-report --eval-every 8 "
+    train += "--data test_all.py"
     rows = [table("copy"), *map(check, ("attention.py", "paged_kv.py", "moe.py", "quantize.py"))]
     rows += map(check, ("quantization/gemm.py", "quantization/sparse.py", "speculative.py"))
     rows += [

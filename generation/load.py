@@ -46,7 +46,7 @@ def pick_device(name: str | None) -> torch.device:
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     if dist.is_initialized() and name.startswith("cuda:"):
         raise ValueError(f"--device {name}: each rank uses its own GPU; use --device cuda")
-    if dist.is_initialized() and name == "cuda":
+    if name == "cuda":  # set_device takes no device without an index
         name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     try:
         device = torch.device(name)
