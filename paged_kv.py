@@ -1341,13 +1341,16 @@ def _combine_kernel(
     tl.store(lse_ptr + at, top + tl.log2(total) / LOG2E)
 
 
-# By maximum head dim: BLOCK_N, num_stages, (rows per tile, num_warps) for decode-only steps, and
-# the same for steps with prefill.
-CONFIGS: dict[int, tuple[int, int, tuple[int, int], tuple[int, int]]] = {
-    128: (64, 3, (16, 4), (128, 8)),
-    256: (32, 3, (16, 4), (64, 8)),
-    1024: (32, 2, (16, 8), (32, 8)),
+# By maximum head dim: BLOCK_N, (rows per tile, num_warps) for decode-only steps, and the same for
+# steps with prefill.
+CONFIGS: dict[int, tuple[int, tuple[int, int], tuple[int, int]]] = {
+    128: (64, (16, 4), (128, 8)),
+    256: (32, (16, 4), (64, 8)),
+    1024: (32, (16, 8), (32, 8)),
 }
+# A key's address depends on the block table, so Triton divides the stages between the two loads: 5
+# give two buffers of keys. With 3 there is one, for GPUs with less shared memory.
+NUM_STAGES, FEW_STAGES = 5, 3
 
 
 def _next_power_of_2(n: int) -> int:
@@ -1363,8 +1366,12 @@ def _split_dim(D: int) -> tuple[int, int]:
 
 
 @lru_cache
-def _num_sms(index: int | None) -> int:
-    return 132 if index is None else torch.cuda.get_device_properties(index).multi_processor_count
+def _device_properties(index: int | None) -> tuple[int, int]:
+    """Number of SMs, shared memory per program in bytes."""
+    if index is None:  # the interpreter: numbers of an H100
+        return 132, 232448
+    p = torch.cuda.get_device_properties(index)
+    return p.multi_processor_count, p.shared_memory_per_block_optin
 
 
 def _launch(q: Tensor, p: _Pages, options: _ScoreOptions, n_splits: int) -> tuple[Tensor, Tensor]:
@@ -1376,8 +1383,10 @@ def _launch(q: Tensor, p: _Pages, options: _ScoreOptions, n_splits: int) -> tupl
     v_scale = p.k_scale if p.v is None and v is not None else p.v_scale
     BLOCK_DV = BLOCK_D if v is None else _next_power_of_2(DV)
     widest = max(BLOCK_D + BLOCK_R, BLOCK_DV)
-    BLOCK_N, stages, few, many = CONFIGS[min(d for d in CONFIGS if d >= widest)]
+    BLOCK_N, few, many = CONFIGS[min(d for d in CONFIGS if d >= widest)]
     rows, warps = few if N <= R and Hq // Hkv <= few[0] else many
+    num_sms, shared_memory = _device_properties(q.device.index)
+    stages = NUM_STAGES if shared_memory >= 1 << 17 else FEW_STAGES
     if q.element_size() == 4:
         rows, stages = min(rows, 32), 1
     BLOCK_H = min(1 << (Hq // Hkv - 1).bit_length(), rows)
@@ -1385,7 +1394,7 @@ def _launch(q: Tensor, p: _Pages, options: _ScoreOptions, n_splits: int) -> tupl
     head_tiles = Hkv * -(-Hq // Hkv // BLOCK_H)
     tiles = N // BLOCK_Q + R
     if not n_splits:  # two programs per SM, each with at least 256 keys
-        wanted = -(-2 * _num_sms(q.device.index) // (tiles * head_tiles))
+        wanted = -(-2 * num_sms // (tiles * head_tiles))
         most = p.block_table.shape[1] * page // 256
         n_splits = 1 << (max(1, min(wanted, most, 64)).bit_length() - 1)  # limits compilations
     o, lse = q.new_zeros(N, Hq, DV), q.new_full((N, Hq), -math.inf, dtype=torch.float32)

@@ -5430,7 +5430,7 @@ def test_engine_ranks_get_their_kv_heads(H, p, d):
 
 
 PAGED_COMPILE = """
-P._uses_kernel, P._num_sms = lambda q: True, lambda _: 132
+P._uses_kernel, P._device_properties = lambda q: True, lambda _: (132, SHARED)
 
 def paged(D=128, Hq=32, Hkv=8, new=(1, 1), kind=None, dtype=torch.bfloat16, **flags):
     q = torch.randn(sum(new), Hq, D, dtype=dtype)
@@ -5469,7 +5469,8 @@ PAGED_ALL += ["paged(dtype=torch.float16, **mixed)"]
 )
 def test_paged_kernel_compiles_for_gpus(arch, cases, tmp_path):
     """The kernel compiles for Ampere, Hopper and Blackwell, without a GPU, within their shared
-    memory; other sequences, lengths and block tables do not recompile."""
+    memory; other sequences, lengths and block tables do not recompile. While a tile of keys
+    is used, the next is loaded into a second buffer."""
     again = ["n = len(built)", "paged(n_splits=4, new=(1,) * 5)", "assert len(built) == n"]
     imports = "import attention as A\nfrom unittest.mock import patch\n"
     imports += "with patch('torch.cuda.is_available', lambda: True): import paged_kv as P\n"
@@ -5479,6 +5480,10 @@ def test_paged_kernel_compiles_for_gpus(arch, cases, tmp_path):
     code = code.replace("    eval(case)", "    exec(case)")
     printed = compile_kernels(code, tmp_path, arch, *cases, *again)
     assert printed.strip() == str(["_combine_kernel", "_paged_kernel"])
+    kernels = [path.read_text() for path in tmp_path.rglob("_paged_kernel.ttgir")]
+    buffers = [re.findall(r"local_alloc .*memdesc<(\d+)x\d+x\d+x", text) for text in kernels]
+    assert sum(map(bool, buffers)) == len(kernels) - 1  # not in fp32
+    assert all(int(n) >= 2 for each in buffers for n in each)
 
 
 @pytest.mark.parametrize("seed", range(12))
