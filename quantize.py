@@ -282,7 +282,8 @@ def llm_int8(
     flat = x.reshape(-1, x.shape[-1])
     outlier = (flat.abs() >= OUTLIER_THRESHOLD).any(0)
     y = int8_dynamic(flat.masked_fill(outlier, 0), qweight, scales, None, None)
-    if torch.compiler.is_compiling():  # no shape may depend on the data
+    capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()  # a CUDA graph
+    if capturing or torch.compiler.is_compiling():  # no shape may depend on the data
         y = y + F.linear(flat * outlier, dequantize(qweight, scales, None).to(x.dtype))
     else:
         columns = outlier.nonzero()[:, 0]

@@ -6182,6 +6182,20 @@ def test_quantize_matmul_equals_its_formula(scheme, dtype):
         assert layer(sick)[2].isnan().all() and relative(layer(sick)[well], want[well]) < 1e-6
 
 
+def test_quantize_llm_int8_in_a_cuda_graph(monkeypatch):
+    """While a CUDA graph is captured, no shape depends on the data, and y is the same."""
+
+    class OnGPU(torch.Tensor):
+        is_cuda = True
+
+    layer, x = quantize_layer("llm.int8", 48, 128), quantize_inputs(128, torch.float32)["outliers"]
+    want, args = layer(x), (layer.qweight, layer.scales, None, None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "nonzero", None)
+    got = Q.llm_int8(x.as_subclass(OnGPU), *args)
+    assert relative(got, want) < 1e-6
+
+
 @pytest.mark.parametrize("scheme", ["int8-dynamic", "llm.int8"])
 def test_quantize_int8_sums_are_exact(scheme):
     """With scales of 1 the output is the exact integer, though partial sums pass 2^24."""
