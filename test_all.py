@@ -127,6 +127,7 @@ from parallelism import quantized_collectives as QC
 from parallelism import schedules as SC
 from quantization import sparse as Z
 from parallelism import zero
+from parallelism.dist_env import has_fast_bf16
 
 if A.INTERPRET:
     import triton.experimental.gluon  # noqa: F401, else a launch does, with the variable unset
@@ -28600,6 +28601,13 @@ REFUSED |= {
 # --------------------------------------------------------------------------------------------------
 # train.py at scale
 # --------------------------------------------------------------------------------------------------
+
+
+def test_train_dtype_auto_is_not_emulated_bf16(monkeypatch):
+    """A GPU before Ampere trains in fp32."""
+    emulated = lambda including_emulation=True: including_emulation
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", emulated)
+    assert not has_fast_bf16(torch.device("cuda"))
 
 
 def test_train_scale_precision(train_runs, tmp_path, monkeypatch):

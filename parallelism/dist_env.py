@@ -63,9 +63,10 @@ def init_distributed(args: TrainConfig) -> DistEnv:
 
 
 def has_fast_bf16(device: torch.device) -> bool:
-    """Whether bf16 matmuls are faster than fp32; on CPUs without AVX-512 they are far slower."""
+    """Whether bf16 matmuls are faster than fp32: GPUs before Ampere emulate them, and on CPUs
+    without AVX-512 they are far slower."""
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported()
+        return torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.backends.cpu.get_cpu_capability() not in ("AVX2", "DEFAULT", "NO AVX")
 
 
