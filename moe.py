@@ -569,7 +569,8 @@ CONFIGS: dict[str, dict[float, tuple[int, int, int, int, int]]] = {
     "gate_up": {16: (16, 64, 128, 4, 3), 64: (64, 64, 64, 4, 4), math.inf: (128, 128, 64, 8, 3)},
     "down": {16: (16, 64, 128, 4, 4), 64: (64, 128, 64, 4, 4), math.inf: (128, 256, 64, 8, 3)},
     "down_backward": {64: (64, 64, 64, 4, 4), math.inf: (128, 64, 64, 8, 4)},
-    "weight_grad": {math.inf: (64, 128, 128, 8, 3)},  # BLOCK_M, BLOCK_P, BLOCK_Q
+    # BLOCK_M, BLOCK_P, BLOCK_Q. Half of the stages are those of `order`, which has the addresses.
+    "weight_grad": {math.inf: (64, 128, 128, 8, 5)},
 }
 
 
