@@ -473,10 +473,7 @@ def causal_attention(
         order = torch.arange(q.shape[1], device=q.device)
         return dense_attention(spec, q, k, v, order, order)
     assert spec.softcap is None and spec.sinks is None, "no family here has softcap or sinks"
-    q = q.transpose(1, 2)
-    o = F.scaled_dot_product_attention(
-        q, k, v, is_causal=spec.causal, scale=spec.scale, enable_gqa=True
-    )
+    o = _grouped_sdpa(q.transpose(1, 2), k, v, spec.scale, causal=spec.causal)
     return o.transpose(1, 2)
 
 
@@ -521,10 +518,30 @@ def dense_attention(
         q = q.reshape(B, Hkv, Hq // Hkv, D)
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=spec.scale)
         return o.reshape(B, 1, Hq, -1)
-    o = F.scaled_dot_product_attention(
-        q.transpose(1, 2), k, v, attn_mask=mask, scale=spec.scale, enable_gqa=True
+    return _grouped_sdpa(q.transpose(1, 2), k, v, spec.scale, mask).transpose(1, 2)
+
+
+def _grouped_sdpa(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None, causal: bool = False
+) -> Tensor:
+    """scaled_dot_product_attention of q (B, Hq, T, D), k (B, Hkv, S, D), v (B, Hkv, S, Dv).
+
+    torch's unfused backend keeps all scores (B, Hq, T, S) for backward. On CUDA it is the only one
+    for grouped heads in fp32, and with a mask but for cuDNN's, which torch prefers on Hopper and
+    Blackwell. There k and v are repeated, which the memory-efficient kernel takes.
+    """
+    groups, grouped = q.shape[1] // k.shape[1], True
+    if groups > 1 and q.is_cuda:
+        if torch.compiler.is_compiling():  # the choice of a backend cannot be traced
+            grouped = mask is None and q.dtype != torch.float32
+        else:
+            choice = torch._fused_sdp_choice(q, k, v, mask, 0.0, causal, enable_gqa=True)
+            grouped = choice != torch.nn.attention.SDPBackend.MATH.value
+    if not grouped:
+        k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
     )
-    return o.transpose(1, 2)
 
 
 class KVCache:

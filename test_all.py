@@ -26263,6 +26263,38 @@ def test_attention_in_the_model_equals_dense_attention(config, absorb_up_to, mon
         assert relative(part, model(prompt[None])[0]) <= 1e-5
 
 
+class OnGPU(torch.Tensor):
+    """A CPU tensor whose is_cuda is true."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("compiling", [False, True])
+@pytest.mark.parametrize("backend", ["MATH", "CUDNN_ATTENTION"])
+def test_grouped_attention_on_a_gpu_is_fused(backend, compiling, window, monkeypatch):
+    """Where torch would choose its unfused backend for grouped heads, and where that is not known,
+    keys and values are repeated: the output and the gradients are equal."""
+    (q, k, v), used = [torch.randn(2, 9, n, 8, requires_grad=True) for n in (6, 2, 2)], []
+    spec, sdpa = M.AttentionSpec(0, 8**-0.5, window), F.scaled_dot_product_attention
+
+    def recorded(q, k, *args, **kwargs):
+        used.append((k.shape[1], kwargs["enable_gqa"]))
+        return sdpa(q, k, *args, **kwargs)
+
+    choice = getattr(torch.nn.attention.SDPBackend, backend).value
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *args, **kwargs: choice)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
+    results = []
+    for kind in (torch.Tensor, OnGPU):
+        o = M.causal_attention(spec, *(x.as_subclass(kind) for x in (q, k, v)), None)
+        results.append([o, *torch.autograd.grad(o.sin().sum(), (q, k, v))])
+    grouped = backend != "MATH" and not compiling
+    assert used == [(2, True), (2, True) if grouped else (6, False)]
+    assert all(relative(a, b) <= 1e-5 for a, b in zip(*results, strict=True))
+
+
 ATTENTION_IN_STEPS = {  # (first position of each row, new tokens) of every call
     "chunks, then one at a time": [((0, 0), 9), ((9, 9), 6), ((15, 15), 1), ((16, 16), 5)]
     + [((n, n), 1) for n in (21, 22, 23)],
