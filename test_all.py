@@ -29060,6 +29060,30 @@ def test_train_scale_a_hang_names_the_stuck_rank(stop, train_runs, tmp_path):
     assert "stuck: rank 1" in said and "stuck: rank 0" not in said, said
 
 
+@pytest.mark.parametrize("hang_timeout", [3.0, 400.0, math.inf])
+def test_collectives_time_out_after_the_watchdog(hang_timeout, tmp_path):
+    """In every process group, if the watchdog's longest timeout is above torch's default."""
+
+    def work(env) -> tuple[float, list[float]]:
+        dist.distributed_c10d.ProcessGroupGloo = dist.ProcessGroupGloo  # the harness has its own
+        groups = [dist.group.WORLD, dist.new_group(), dist.new_group([0]), dist.new_group([1])]
+        groups += init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b")).get_all_groups()
+        monitor = CB.RankMonitor(SimpleNamespace(hang_timeout=hang_timeout), env, None, None)
+        monitor.start(0)
+        longest = monitor.watchdog.first_timeout
+        monitor.close()
+        groups = [g for g in groups if dist.get_rank(g) >= 0]
+        backends = [g._get_backend(torch.device("cpu")) for g in groups]
+        return longest, [b.options._timeout.total_seconds() for b in backends]
+
+    for longest, found in run_on_ranks(tmp_path, {"groups": work}, world=2)["groups"]:
+        assert len(found) == 5
+        if longest < 1800:
+            assert {*found} == {60, 1800}  # the harness's and torch's
+        else:
+            assert min(found) > min(longest, 1e7)
+
+
 @pytest.mark.slow
 def test_train_scale_torchrun_restarts_a_dead_rank(train_runs, tmp_path):
     """torchrun --max-restarts with --resume auto, one rank killed once: as if none had been."""

@@ -13,9 +13,11 @@ if __name__ == "__main__":
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from training.config import TrainConfig
 from training.recovery import fresh_store
@@ -60,6 +62,15 @@ def init_distributed(args: TrainConfig) -> DistEnv:
     if args.dtype == "auto":
         args.dtype = "bf16" if has_fast_bf16(device) else "fp32"
     return DistEnv(device, args.dtype, rank, world, store)
+
+
+def set_collective_timeout(seconds: float) -> None:
+    """Of all process groups made so far, if it is longer than torch's default; as torchtitan does,
+    because groups do not inherit the timeout of init_process_group."""
+    timeout = timedelta(seconds=min(seconds, 1e8))
+    for group in dist.distributed_c10d._world.pg_map:
+        if timeout > default_pg_timeout:
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def has_fast_bf16(device: torch.device) -> bool:

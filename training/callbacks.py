@@ -29,7 +29,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from parallelism.diloco import DiLoCo, ElasticExchange
-from parallelism.dist_env import DistEnv, rank0_first
+from parallelism.dist_env import DistEnv, rank0_first, set_collective_timeout
 from training.build import offload_folder
 from training.checkpoint import CheckpointInfo, Checkpoints, ShardedTensor, read_full_tensors
 from training.config import TrainConfig
@@ -256,18 +256,22 @@ class MemoryCheckpoints(Callback):
 
 class RankMonitor(Callback):
     """Reports ranks that hang, then ends this one so that torchrun restarts the run; at validations
-    peak memory, the share of time that ranks wait for each other, and stragglers."""
+    peak memory, the share of time that ranks wait for each other, and stragglers. Collectives time
+    out later than the report: NCCL then ends the process, without a dump of the state."""
 
     def __init__(self, config: TrainConfig, env: DistEnv, memory: PeakMemory, on_hang: Any):
         self.config, self.env, self.memory, self.on_hang = config, env, memory, on_hang
         self.watchdog: Watchdog | None = None
 
     def start(self, step: int) -> int:
-        timeout = self.config.hang_timeout  # the first step compiles, and connects ranks
+        timeout = self.config.hang_timeout
+        first_timeout = 10 * timeout  # the first step compiles, and connects ranks
+        if self.env.world > 1:
+            set_collective_timeout(2 * first_timeout)
         report = lambda text: print(f"train.py: {text}", file=sys.stderr, flush=True)
         self.watchdog = Watchdog(
             self.env.store, self.env.rank, self.env.world, timeout=timeout,
-            first_timeout=10 * timeout, report=report, on_hang=self.exit,
+            first_timeout=first_timeout, report=report, on_hang=self.exit,
         )  # fmt: skip
         return step
 
