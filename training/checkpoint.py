@@ -420,6 +420,8 @@ class Checkpoints:
         final = checkpoint_path(self.folder, step)
         tmp = final.with_suffix(".tmp")
         staged: dict[str, ShardedTensor] = {}
+        if self.gpu:  # a new thread's device is 0, where every rank would create a context
+            torch.cuda.set_device(self.gpu)
 
         def stage() -> None:
             try:
