@@ -29357,6 +29357,34 @@ def flip_byte(path, at):
     path.write_bytes(data)
 
 
+def test_checkpoint_buffers_on_a_gpu(tmp_path, monkeypatch):
+    """The thread first selects the GPU of its tensors; the buffers are pinned as one block without
+    gaps of 64 bytes or more, which is freed when other chunks are to be written."""
+    calls, event = [], SimpleNamespace(synchronize=lambda: None)
+    stream = SimpleNamespace(record_event=lambda: event, wait_event=lambda e: None)
+    note = lambda name: lambda *args: calls.append((name, threading.current_thread(), *args)) or 0
+    cudart = SimpleNamespace(cudaHostRegister=note("pin"), cudaHostUnregister=note("unpin"))
+    fake = dict(Stream=lambda device: stream, current_stream=lambda device: stream)
+    fake |= dict(stream=lambda s: contextlib.nullcontext(), set_device=note("device"))
+    fake |= dict(check_error=lambda code: None, cudart=lambda: cudart)
+    for name, value in fake.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(CK.ShardedTensor, "is_cuda", True, raising=False)
+    keeper, w = CK.Checkpoints(tmp_path, sync=True), torch.randn(33, 7)
+    state = {"w": w, "b": torch.arange(5), "none": torch.zeros(0, 3), "step": torch.tensor(2.0)}
+    for step in (1, 2):
+        keeper.save(step, state, {})
+        assert bitwise_equal(CK.read_full_tensors(tmp_path / f"step-0000000{step}"), state)
+    (_, thread, device), (_, _, at, size, _), _ = calls
+    assert [name for name, *_ in calls] == ["device", "pin", "device"]
+    assert thread is not threading.main_thread() and device == w.device
+    assert w.nbytes + 40 + 4 <= size < w.nbytes + 40 + 4 + 3 * 64
+    assert all(at <= b.data_ptr() < at + size for b in keeper.buffers.values() if b.numel())
+    del state["b"]
+    keeper.save(3, state, {})
+    assert [name for name, *_ in calls[3:]] == ["unpin", "device", "pin"] and calls[3][2] == at
+
+
 def no_space(*args, **kwargs):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

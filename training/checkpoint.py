@@ -44,6 +44,7 @@ import hashlib
 import itertools
 import json
 import math
+import mmap
 import os
 import re
 import shutil
@@ -52,6 +53,7 @@ import tempfile
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -74,6 +76,7 @@ LocalChunks = dict[str, tuple[Sizes, torch.dtype, dict[Sizes, Sizes]]]  # full, 
 warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)")
 
 MANIFEST = "manifest.json"
+ALIGN = 64  # bytes, of a host buffer
 MAX_CHUNK_BYTES = 64 << 20  # larger chunks are split by rows
 STEP_DIR = re.compile(r"step-(\d{8,})$")
 
@@ -394,19 +397,33 @@ class Checkpoints:
             self.local_writes = assign_writes(self._gather(local_chunks))[self.rank]
             self.local_chunks = local_chunks
 
+    def _allocate(self, chunks: Mapping[tuple[str, Sizes], Tensor]) -> None:
+        """Make the host buffers, in one block of memory. For a GPU it is pinned in place: torch's
+        pinned allocator rounds every size up to a power of two."""
+        starts = [0, *itertools.accumulate(-(-c.nbytes // ALIGN) * ALIGN for c in chunks.values())]
+        slab = mmap.mmap(-1, starts[-1] or 1, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        for (key, c), start in zip(chunks.items(), starts):
+            new = torch.empty(0, dtype=c.dtype)
+            if c.numel():
+                new = torch.frombuffer(slab, dtype=c.dtype, count=c.numel(), offset=start)
+            self.buffers[key] = new.view(c.shape)
+        if self.gpu:
+            cudart, at = torch.cuda.cudart(), torch.frombuffer(slab, dtype=torch.uint8).data_ptr()
+            torch.cuda.check_error(int(cudart.cudaHostRegister(at, len(slab), 0)))
+            weakref.finalize(slab, cudart.cudaHostUnregister, at)
+
     def _stage(self, tensors: Mapping[str, ShardedTensor], ready: Any) -> dict[str, ShardedTensor]:
         """Copy the chunks that this rank writes to reused host buffers. On a GPU the copies run on
         a side stream, after the event `ready`."""
         staged: dict[str, ShardedTensor] = {}
+        if not self.buffers:
+            self._allocate({(n, at): tensors[n].chunks[at] for n, at in self.local_writes})
         side = torch.cuda.Stream(self.gpu) if self.gpu else None
         with torch.cuda.stream(side) if side else contextlib.nullcontext():
             if side:
                 side.wait_event(ready)
             for name, at in sorted(self.local_writes):
                 chunk = tensors[name].chunks[at]
-                if (name, at) not in self.buffers:
-                    new = torch.empty(chunk.shape, dtype=chunk.dtype, pin_memory=chunk.is_cuda)
-                    self.buffers[name, at] = new
                 buffer = _copy_(self.buffers[name, at], chunk)
                 empty = ShardedTensor(buffer, tensors[name].shape, [])
                 staged.setdefault(name, empty).chunks[at] = buffer
