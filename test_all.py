@@ -29121,6 +29121,16 @@ def test_train_scale_the_wait_for_data_is_that_of_the_slowest_rank(
     assert len(rows) == 3 and all(row["data_wait"] >= 0.2 for row in rows)
 
 
+def test_train_scale_the_time_of_a_step_includes_the_update(train_runs, tmp_path, monkeypatch):
+    """A GPU has only queued the update when optimizer.step() returns: here it ends 0.3 s later,
+    when a result is read."""
+    read = T.sync_stop_and_data_wait
+    monkeypatch.setattr(T, "sync_stop_and_data_wait", lambda *a: time.sleep(0.3) or read(*a))
+    out = train_runs.run("--steps 2 --batch-size 2 --seq-len 16", tmp_path / "out")
+    rows = MT.read_metrics(out / "metrics.jsonl")
+    assert len(rows) == 2 and all(2 * 16 / row["tokens_per_second"] >= 0.3 for row in rows)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("world, kills, steps", [(1, 30, 150), (4, 20, 60)])
 def test_train_scale_kills_at_any_moment_lose_nothing(world, kills, steps, train_runs, tmp_path):

@@ -194,11 +194,13 @@ def train(config: TrainConfig) -> None:
             step += 1
             callbacks.phase(step, "logging")
 
+            # waits for the GPU, so that the step's time includes the update
+            stopping, data_wait = sync_stop_and_data_wait(signals, data_wait, env.device)
             row = {"step": step, **losses, "lr": lr, **balance.row, **objective.row, **speed.row()}
+            row["data_wait"] = data_wait
             row |= {} if config.optimizer_in_backward else {"grad_norm": norm}
             row |= {"skipped": skipped} if skipped else {}
             step = row["step"] = callbacks.after_update(step, row)  # DiLoCo may skip steps
-            stopping, row["data_wait"] = sync_stop_and_data_wait(signals, data_wait, env.device)
             done = step == config.steps
             if step % config.eval_every == 0 or done:
                 callbacks.phase(step, "validation")
