@@ -326,8 +326,11 @@ def sorted_experts(
     if ends[E] < len(order):  # padding reads a row of zeros with weight 0
         weights = weights.masked_fill(ids < 0, 0.0)
         y, row = F.pad(y, (0, 0, 0, 1)), row.clamp(max=ends[E])
+    row, weights = row.view(N, K), weights.type_as(x)
+    if x.is_cuda:  # where embedding_bag has no gradient of bf16 weights
+        return (y[row] * weights[..., None]).sum(1)
     # gather and weighted sum in one pass
-    return F.embedding_bag(row.view(N, K), y, mode="sum", per_sample_weights=weights.type_as(x))
+    return F.embedding_bag(row, y, mode="sum", per_sample_weights=weights)
 
 
 # --------------------------------------------------------------------------------------------------

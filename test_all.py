@@ -8595,7 +8595,7 @@ def test_moe_experts_keep_nan_in_its_row(backend):
     in a token's x and an infinite weight change its row only."""
     experts, args = MOE_BACKENDS[backend], moe_inputs(3, 33, 16, 24, 4, 2, "holes")
     args[2][5], args[2][6, 0] = -1, -1
-    args[2][[7, 11]] = torch.tensor([[0, 1], [2, 3]])
+    args[2][[7, 11]] = torch.tensor([[0, 1], [2, 3]], device=DEVICE)
     want = moe_exact(args)
     args[1] = args[1].masked_fill(args[2] < 0, math.nan)
     args[1][6, 0], args[0][5] = INF, math.nan
