@@ -751,6 +751,32 @@ def _block_scale(scale_ptr, row, length, start):
 
 
 @jit
+def _quantize_kernel(
+    x_ptr, out_ptr, scale_ptr, x_strides, out_strides, T, D: tl.constexpr, HADAMARD: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """BLOCK rows of a head in e4m3 with one scale."""
+    block, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    t = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    d = tl.arange(0, BLOCK_D)[None, :]
+    mask = (t < T) & (d < D)
+    at = b * x_strides[0] + t * x_strides[1] + head * x_strides[2] + d * x_strides[3]
+    x = tl.load(x_ptr + at, mask=mask, other=0.0)
+    if HADAMARD:  # entry (i, j) of Sylvester's matrix is -1 where i & j has an odd number of ones
+        bits = tl.arange(0, BLOCK_D)[:, None] & d
+        bits ^= bits >> 4
+        bits ^= bits >> 2
+        bits ^= bits >> 1
+        signs = (1 - 2 * (bits & 1)).to(x.dtype)
+        x = tl.dot(x, signs, input_precision="ieee") * D**-0.5
+    x = x.to(tl.float32)
+    scale = tl.maximum(tl.max(tl.max(tl.abs(x), axis=1), axis=0), 1e-12) / 448
+    tl.store(scale_ptr + (b * tl.num_programs(1) + head) * tl.num_programs(0) + block, scale)
+    at = b * out_strides[0] + t * out_strides[1] + head * out_strides[2] + d * out_strides[3]
+    tl.store(out_ptr + at, (x / scale).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@jit
 def _out_of_range(sums, at, split, rows, SPLITS: tl.constexpr):
     """Whether row `at` needs the exact softmax in `split`: its l there overflows, or its l over all
     splits underflows. A small l in some splits alone loses nothing."""
@@ -1472,15 +1498,42 @@ def hadamard_matrix(n: int) -> Tensor:
     return h * n**-0.5
 
 
-def quantize_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_blocks(
+    x: Tensor, *, hadamard: bool = False, transposed: bool = False
+) -> tuple[Tensor, Tensor]:
     """x (B, T, H, D) -> e4m3 of the same shape and scales (B, H, ceil(T / 128)) fp32: one scale per
-    128 rows of a head, which maps their largest magnitude to 448."""
-    T = x.shape[1]
-    blocks = F.pad(x.float(), (0, 0, 0, 0, 0, -T % FP8_BLOCK))
-    blocks = blocks.unflatten(1, (-1, FP8_BLOCK))  # (B, blocks, 128, H, D)
-    scale = blocks.abs().amax((2, 4), keepdim=True).clamp(min=1e-12) / 448
-    x8 = (blocks / scale).to(torch.float8_e4m3fn).flatten(1, 2)[:, :T]
-    return x8.contiguous(), scale[:, :, 0, :, 0].transpose(1, 2).contiguous()
+    128 rows of a head, which maps their largest magnitude to 448. hadamard: rotate the rows first.
+    transposed: contiguous along T, in rows padded to a multiple of 128."""
+    T, D = x.shape[1], x.shape[3]
+    if hadamard:
+        _check(D & (D - 1) == 0, f"hadamard=True requires a head dim of a power of two, not {D}")
+    if x.is_cuda and triton is not None:  # the interpreter's casts to e4m3 do not round
+        return _quantize(x, hadamard, transposed)
+    if hadamard:
+        with torch.autocast(x.device.type, enabled=False):
+            x = x.float() @ hadamard_matrix(D).to(x.device)
+    rows = F.pad(x.float(), (0, 0, 0, 0, 0, -T % FP8_BLOCK)).unflatten(1, (-1, FP8_BLOCK))
+    scale = rows.abs().amax((2, 4), keepdim=True).clamp(min=1e-12) / 448
+    x8 = (rows / scale).to(torch.float8_e4m3fn).flatten(1, 2)[:, :T]
+    if transposed:
+        padded = F.pad(x8, (0, 0, 0, 0, 0, -T % FP8_BLOCK)).permute(0, 2, 3, 1).contiguous()
+        x8 = padded.permute(0, 3, 1, 2)[:, :T]
+    return x8, scale[:, :, 0, :, 0].transpose(1, 2).contiguous()
+
+
+def _quantize(x: Tensor, hadamard: bool, transposed: bool) -> tuple[Tensor, Tensor]:
+    """quantize_blocks by one kernel."""
+    (B, T, H, D), blocks = x.shape, -(-x.shape[1] // FP8_BLOCK)
+    x8 = torch.empty(B, T, H, D, dtype=torch.float8_e4m3fn, device=x.device)
+    if transposed:
+        x8 = x8.new_empty(B, H, D, blocks * FP8_BLOCK).permute(0, 3, 1, 2)[:, :T]
+    scale = torch.empty(B, H, blocks, device=x.device)
+    with torch.cuda.device_of(x):
+        _quantize_kernel[blocks, H, B](
+            x, x8, scale, x.stride(), x8.stride(), T, D=D, HADAMARD=hadamard, BLOCK=FP8_BLOCK,
+            BLOCK_D=_tile_size(D), num_warps=8,
+        )  # fmt: skip
+    return x8, scale
 
 
 def flash_attention_fp8(
@@ -1495,15 +1548,11 @@ def flash_attention_fp8(
     """
     q, k, v, f = _prepare(q, k, v, causal=causal, scale=scale)
     dtype = q.dtype
-    if hadamard:
-        h = hadamard_matrix(q.shape[3]).to(q.device)
-        with torch.autocast(q.device.type, enabled=False):
-            q, k = q.float() @ h, k.float() @ h
-    (q, qs), (k, ks), (v, vs) = quantize_blocks(q), quantize_blocks(k), quantize_blocks(v)
+    (q, qs), (k, ks) = (quantize_blocks(x, hadamard=hadamard) for x in (q, k))
+    # transposed: the layout that the tensor cores read in the second matmul
+    v, vs = quantize_blocks(v, transposed=True)
     if not _can_use_triton(q, v):
         return _fp8_reference(q, k, v, f, (qs, ks, vs)).to(dtype)
-    # the second matmul needs v contiguous along the keys, the layout that the tensor cores read
-    v = v.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
     with torch.cuda.device_of(q):
         return _forward(q, k, v, f, scales=(qs, ks, vs), dtype=dtype)[0]
 

@@ -3453,7 +3453,7 @@ def test_attention_fp8_blocks_and_rotation_beat_one_scale(monkeypatch):
             normal(1, 512, 2, 64, rng=seeded(i + 5), dtype=torch.float32) * outlier.to(DEVICE)
         )
 
-    def one_scale(x):
+    def one_scale(x, **_):
         scale = x.float().abs().amax() / 448
         shape = len(x), x.shape[2], -(-x.shape[1] // A.FP8_BLOCK)
         return (x.float() / scale).to(E4M3), scale.expand(shape).contiguous()
@@ -3464,6 +3464,24 @@ def test_attention_fp8_blocks_and_rotation_beat_one_scale(monkeypatch):
     with_blocks = off()
     monkeypatch.setattr(A, "quantize_blocks", one_scale)
     assert with_blocks < 0.85 * off(hadamard=False)
+
+
+FP8_QUANTIZED = [(130, 64, True, False), (257, 32, False, True), (9, 8, True, True)]
+
+
+@needs_fp8
+@pytest.mark.parametrize("T, D, hadamard, transposed", FP8_QUANTIZED)
+def test_attention_fp8_kernel_quantizes_like_plain_torch(T, D, hadamard, transposed):
+    """Scales are equal, values too up to rounding (the interpreter's is wrong by up to two steps);
+    transposed only changes the layout; rows past the end are not read."""
+    x = 3 * normal(2, T, 3, D).transpose(0, 1).contiguous().transpose(0, 1)[:, : T - 1]
+    got, scale = A._quantize(x, hadamard, transposed)
+    want, want_scale = A.quantize_blocks(x.cpu().float(), hadamard=hadamard)
+    close(scale.cpu(), want_scale, 1e-5)
+    steps = (got.cpu().float() - want.float()).abs()
+    step = torch.maximum(want.float().abs() / 8, torch.tensor(2.0**-9))  # between e4m3 values
+    assert (steps <= (1 if CUDA else 2) * step).all() and (steps == 0).float().mean() > (0.99 if CUDA else 0.3)
+    assert got.stride(1) == (1 if transposed else 3 * D) and got.shape == x.shape
 
 
 @needs_fp8
@@ -3607,8 +3625,9 @@ def test_attention_kernels_compile_for_gpus(arch, cases, tmp_path):
     """Without a GPU, all kernels compile to machine code for Hopper, and the largest for Ampere and
     Blackwell, and fit into their shared memory: the interpreter checks neither."""
     fp8 = ["A.flash_attention_fp8(*(make(1, 300, 4, 128).detach() for _ in range(3)))"]
-    printed = compile_kernels(COMPILE, tmp_path, arch, *cases, *fp8[: arch >= 89])
-    names = ["_backward", "_bias", "_combine", "_delta", "_forward"]
+    fp8 += [f"A._quantize(make(1, 300, 4, {D}).detach(), True, True)" for D in (64, 128, 256)]
+    printed = compile_kernels(COMPILE, tmp_path, arch, *cases, *fp8 * (arch >= 89))
+    names = ["_backward", "_bias", "_combine", "_delta", "_forward", *["_quantize"] * (arch >= 89)]
     assert printed.strip() == str([name + "_kernel" for name in names])
 
 
