@@ -413,13 +413,18 @@ def scaled_mm(
 
 
 def fp8_linear(
-    x: Tensor, qweight: Tensor, scales: Tensor, zeros: None, bias: Tensor | None
+    x: Tensor,
+    qweight: Tensor,
+    scales: Tensor,
+    zeros: None,
+    bias: Tensor | None,
+    matmul: Callable[..., Tensor] = fp8_matmul,
 ) -> Tensor:
     """qweight (N, K) FP8 with the scales of its tiles. x is quantized to e4m3 at run time: by row
     if the weight has a scale per row, in tiles of 1 x 128 if it has blocks of 128 x 128."""
     granularity = "rowwise" if scales.shape[1] == 1 else "1x128"
     rows = to_fp8(x.reshape(-1, x.shape[-1]), granularity)
-    y = fp8_matmul(rows, (qweight, scales), x.dtype, use_fast_accum=True)
+    y = matmul(rows, (qweight, scales), x.dtype, use_fast_accum=True)
     y = y if bias is None else y + bias.to(y.dtype)
     return y.view(*x.shape[:-1], len(qweight))
 
@@ -805,7 +810,8 @@ def use_linear_fn_(
     model: nn.Module, linear_fn: LinearFn, replaced: LinearFn = weight_only
 ) -> nn.Module:
     """Replace weight_only by `linear_fn`, such as gemm.weight_only_matmul, in every int8 and int4
-    layer; or replace block_linear in every q8_0 and q4_0 layer. Returns the model."""
+    layer; or replace block_linear in every q8_0 and q4_0 layer, or fp8_linear in every fp8 and
+    fp8-block layer. Returns the model."""
     for module in model.modules():
         if isinstance(module, QuantizedModule) and module.scheme.linear_fn is replaced:
             module.linear_fn = linear_fn
@@ -904,12 +910,17 @@ class Float8Matmul(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, recipe: str, grad_dtype: torch.dtype
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        recipe: str,
+        grad_dtype: torch.dtype,
+        matmul: Callable[..., Tensor],
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.granularities, ctx.grad_dtype = RECIPES[recipe], grad_dtype
+        ctx.granularities, ctx.grad_dtype, ctx.matmul = RECIPES[recipe], grad_dtype, matmul
         x_gran, w_gran = ctx.granularities
-        return fp8_matmul(to_fp8(x, x_gran), to_fp8(weight, w_gran), x.dtype)
+        return matmul(to_fp8(x, x_gran), to_fp8(weight, w_gran), x.dtype)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -917,10 +928,10 @@ class Float8Matmul(torch.autograd.Function):
         (x_gran, w_gran), dtype = ctx.granularities, ctx.grad_dtype
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = fp8_matmul(to_fp8(g, x_gran, dtype), to_fp8(weight.t(), w_gran), x.dtype)
+            dx = ctx.matmul(to_fp8(g, x_gran, dtype), to_fp8(weight.t(), w_gran), x.dtype)
         if ctx.needs_input_grad[1]:
-            dw = fp8_matmul(to_fp8(g.t(), x_gran, dtype), to_fp8(x.t(), x_gran), weight.dtype)
-        return dx, dw, None, None
+            dw = ctx.matmul(to_fp8(g.t(), x_gran, dtype), to_fp8(x.t(), x_gran), weight.dtype)
+        return dx, dw, None, None, None
 
 
 def float8_linear(
@@ -930,13 +941,14 @@ def float8_linear(
     *,
     recipe: str = "rowwise",
     grad_dtype: torch.dtype = torch.float8_e5m2,
+    matmul: Callable[..., Tensor] = fp8_matmul,
 ) -> Tensor:
     """F.linear for training, in FP8: x (..., K), weight (N, K) in any dtype, bias (N,) -> (..., N)
     in x's dtype, or autocast's if enabled."""
     device = x.device.type
     if torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
-    y = Float8Matmul.apply(x.reshape(-1, x.shape[-1]), weight, recipe, grad_dtype)
+    y = Float8Matmul.apply(x.reshape(-1, x.shape[-1]), weight, recipe, grad_dtype, matmul)
     y = y if bias is None else y + bias.to(y.dtype)
     return y.view(*x.shape[:-1], len(weight))
 
@@ -947,9 +959,10 @@ class Float8Linear(nn.Linear):
 
     recipe: str
     grad_dtype: torch.dtype
+    matmul: Callable[..., Tensor]
 
     def forward(self, x: Tensor) -> Tensor:
-        options = dict(recipe=self.recipe, grad_dtype=self.grad_dtype)
+        options = dict(recipe=self.recipe, grad_dtype=self.grad_dtype, matmul=self.matmul)
         return float8_linear(x, self.weight, self.bias, **options)
 
 
@@ -959,21 +972,23 @@ def fp8_training_(
     *,
     skip: Sequence[str] = ("head", "lm_head"),
     grad_dtype: torch.dtype = torch.float8_e5m2,
+    matmul: Callable[..., Tensor] = fp8_matmul,
 ) -> nn.Module:
     """Make every nn.Linear below `model`, and the experts of its MoE layers, multiply in FP8: in
     place, with the same parameters, so that optimizer, checkpoints and names do not change.
 
     recipe: tensorwise, one scale per operand, the fastest; rowwise, one per row; blockwise,
     DeepSeek-V3's tiles of 1 x 128 and blocks of 128 x 128, the most accurate. grad_dtype: of the
-    gradients, e5m2 for its range, or e4m3fn for one more bit of mantissa (DeepSeek-V3). Embedding,
-    norms, router and head are unchanged: few of the FLOPs and much of the accuracy. Slower than
-    bf16 without FP8 tensor cores, and with them in layers narrower than about 4096.
+    gradients, e5m2 for its range, or e4m3fn for one more bit of mantissa (DeepSeek-V3). matmul: as
+    fp8_matmul, such as gemm.block_scaled_matmul for blockwise. Embedding, norms, router and head
+    are unchanged: few of the FLOPs and much of the accuracy. Slower than bf16 without FP8 tensor
+    cores, and with them in layers narrower than about 4096.
     """
     if recipe not in RECIPES:
         raise ValueError(f"FP8 recipe {recipe!r} is unknown; choose from {', '.join(RECIPES)}")
     if grad_dtype not in (torch.float8_e5m2, torch.float8_e4m3fn):
         raise ValueError(f"grad_dtype must be float8_e5m2 or float8_e4m3fn, not {grad_dtype}")
-    options = dict(recipe=recipe, grad_dtype=grad_dtype)
+    options = dict(recipe=recipe, grad_dtype=grad_dtype, matmul=matmul)
     by_expert = lambda x, stack, e: float8_linear(x, stack[e], **options)
     for name, module in quantizable_modules(model, skip).items():
         if type(module) is nn.Linear:

@@ -20,9 +20,10 @@ faster than `weight_only_matmul`. A large matmul without an epilogue is faster i
 torch._scaled_mm than `gemm`, which has no TMA and no warp specialization. Speed on a GPU: not
 measured yet.
 
-Hook: the matmul of quantize.py's layers, use_linear_fn_(model, weight_only_matmul). Equivalence
-(test_all.py): both against fp64 of the dequantized operands, in Triton's interpreter if there is no
-GPU, and compiled for sm_80, 90 and 100. Without triton or on a CPU the plain-torch references run.
+Hook: the matmul of quantize.py's layers: use_linear_fn_(model, weight_only_matmul), and for FP8 in
+blocks block_scaled_matmul. Equivalence (test_all.py): both against fp64 of the dequantized
+operands, in Triton's interpreter if there is no GPU, and compiled for sm_80, 90 and 100. Without
+triton or on a CPU the plain-torch references run.
 """
 
 from __future__ import annotations
@@ -535,9 +536,9 @@ def _epilogue(accumulator, m, n, M, N, FUNCTIONS, ARGS: tl.constexpr, inputs):
 @jit
 def _gemm_kernel(
     a_ptr, b_ptr, c_ptr,  # (M, K), (N, K), (M, N)
-    a_scale_ptr, b_scale_ptr,  # (M, ceil(K / 128)), (ceil(N / 128), ceil(K / 128)) fp32, or None
+    a_scale_ptr, b_scale_ptr,  # (M, ceil(K / 128)), (ceil(N / SCALE_N), ceil(K / 128)) or None
     FUNCTIONS, inputs, ARGS: tl.constexpr,  # of the epilogue
-    M, N, K, stride_am, stride_bn,
+    M, N, K, stride_am, stride_bn, SCALE_N: tl.constexpr,
     EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):  # fmt: skip
@@ -570,8 +571,12 @@ def _gemm_kernel(
                 tl.static_assert(ok, "a tile must lie in one scale block")
                 blocks = tl.cdiv(K, 128)
                 a_scale = tl.load(a_scale_ptr + (m % M) * blocks + start // 128)
-                b_scale = tl.load(b_scale_ptr + pid_n * BLOCK_N // 128 * blocks + start // 128)
-                part *= (a_scale * b_scale)[:, None]
+                if SCALE_N == 1:
+                    b_scale = tl.load(b_scale_ptr + (n % N) * blocks + start // 128)
+                    part *= a_scale[:, None] * b_scale[None, :]
+                else:
+                    b_scale = tl.load(b_scale_ptr + pid_n * BLOCK_N // 128 * blocks + start // 128)
+                    part *= (a_scale * b_scale)[:, None]
             accumulator += part
         else:
             accumulator = tl.dot(a, b, accumulator, precision, out_dtype=accumulator.dtype)
@@ -591,31 +596,36 @@ GEMM_CONFIGS: dict[int, tuple[tuple[int, int, int, int, int], ...]] = {
 }
 
 
+FP8 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
 def gemm(
     a: Tensor, b: Tensor, tree: Node = acc, *, a_scale: Tensor | None = None,
     b_scale: Tensor | None = None, dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """C = tree(A B^T) in one kernel, without intermediate results in memory.
 
-    a (M, K), b (N, K): both fp16, bf16, fp32, int8 (summed in int32) or float8_e4m3fn (summed in
-    fp32). a_scale (M, ceil(K / 128)), b_scale (ceil(N / 128), ceil(K / 128)) fp32: blockwise scales
-    of 8-bit operands, 1 x 128 and 128 x 128, as in DeepSeek-V3. tree: built from acc, row, col,
+    a (M, K), b (N, K): both fp16, bf16, fp32, int8 (summed in int32) or FP8 (e4m3fn or e5m2, summed
+    in fp32). a_scale (M, ceil(K / 128)), b_scale (ceil(N / 128), ceil(K / 128)) fp32: blockwise
+    scales of 8-bit operands, 1 x 128 and 128 x 128, as in DeepSeek-V3; or b_scale (N, ceil(K /
+    128)), 1 x 128 too. tree: built from acc, row, col,
     matrix, scalar, numbers, + and *, relu, silu, gelu, to_fp16, to_bf16 and any @epilogue_op.
     -> (M, N) in dtype; None: a's dtype, or bf16 if a has 8 bits. ValueError names the invalid
     argument.
     """
     ok = a.dim() == b.dim() == 2 and a.shape[1] == b.shape[1]
     _check(ok, f"a must be (M, K) and b (N, K), not {tuple(a.shape)} and {tuple(b.shape)}")
-    _check(a.dtype == b.dtype, f"a is {a.dtype}, b is {b.dtype}: they must be the same")
+    ok = a.dtype == b.dtype or {a.dtype, b.dtype} == set(FP8)
+    _check(ok, f"a is {a.dtype}, b is {b.dtype}: they must be the same, or both FP8")
     floats = torch.float16, torch.bfloat16, torch.float32
-    ok = a.dtype in (*floats, torch.int8, torch.float8_e4m3fn)
-    _check(ok, f"a must be fp16, bf16, fp32, int8 or float8_e4m3fn, not {a.dtype}")
+    ok = a.dtype in (*floats, torch.int8, *FP8)
+    _check(ok, f"a must be fp16, bf16, fp32, int8, float8_e4m3fn or float8_e5m2, not {a.dtype}")
     (M, K), N = a.shape, len(b)
     _check((a_scale is None) == (b_scale is None), "a_scale requires b_scale, and b_scale a_scale")
     if a_scale is not None:
         _check(a.element_size() == 1, f"a_scale requires 8-bit operands, not {a.dtype}")
-        blocks = -(-K // 128)
-        for name, x, rows in (("a_scale", a_scale, M), ("b_scale", b_scale, -(-N // 128))):
+        blocks, rows_b = -(-K // 128), N if len(b_scale) == N else -(-N // 128)
+        for name, x, rows in (("a_scale", a_scale, M), ("b_scale", b_scale, rows_b)):
             size = (rows, blocks)
             ok = x.shape == size and x.dtype == torch.float32
             _check(ok, f"{name} must be {size} fp32, not {tuple(x.shape)} {x.dtype}")
@@ -633,8 +643,9 @@ def gemm(
     with torch.cuda.device_of(a):
         _gemm_kernel[(-(-M // BLOCK_M) * -(-N // BLOCK_N),)](
             a, b, c, a_scale, b_scale, tuple(n.fn for n in nodes), tuple(inputs), arg_ids, M, N, K,
-            a.stride(0), b.stride(0), EVEN=K % BLOCK_K == 0, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
-            BLOCK_K=BLOCK_K, GROUP_M=8, num_warps=warps, num_stages=stages,
+            a.stride(0), b.stride(0), SCALE_N=128 if b_scale is None or len(b_scale) < N else 1,
+            EVEN=K % BLOCK_K == 0, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, GROUP_M=8,
+            num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return c.to(dtype)
 
@@ -647,7 +658,8 @@ def gemm_reference(
     (M, K), N, a, b = a.shape, len(b), a.float().double(), b.float().double()
     if a_scale is not None:
         a *= a_scale.repeat_interleave(128, 1)[:, :K]
-        b *= b_scale.repeat_interleave(128, 0)[:N].repeat_interleave(128, 1)[:, :K]
+        b_scale = b_scale if len(b_scale) == N else b_scale.repeat_interleave(128, 0)[:N]
+        b *= b_scale.repeat_interleave(128, 1)[:, :K]
     nodes, arg_ids, inputs = _topological_order(tree, M, N)
     values = [(a @ b.T).float()]
     for x, ids in zip(nodes, arg_ids):
@@ -657,6 +669,33 @@ def gemm_reference(
         else:
             values.append(x.reference(*(values[i] for i in ids)))
     return values[-1].to(dtype)
+
+
+@torch.library.custom_op("sheaf::block_scaled_matmul", mutates_args=())
+def _block_scaled_op(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype
+) -> Tensor:
+    return gemm(a, b, a_scale=a_scale, b_scale=b_scale, dtype=dtype)
+
+
+@_block_scaled_op.register_fake
+def _(a, a_scale, b, b_scale, dtype):
+    return a.new_empty(len(a), len(b), dtype=dtype)
+
+
+def block_scaled_matmul(
+    a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype = torch.float32,
+    use_fast_accum: bool = False, *, fallback: Callable[..., Tensor],
+) -> Tensor:  # fmt: skip
+    """a b^T (M, N) of FP8 values a (M, K), b (N, K) and their scales, in one launch if the scales
+    change along K, as in `gemm`. fallback(a, b, dtype, use_fast_accum) computes the rest, such as
+    quantize.fp8_matmul, which has a launch per 128 columns there."""
+    (qdata, scale), (_, b_scale) = a, b
+    by_block = scale.shape[1] == b_scale.shape[1] == -(-qdata.shape[1] // 128) > 1
+    has_fp8 = INTERPRET or qdata.is_cuda and torch.cuda.get_device_capability(qdata.device)[0] >= 9
+    if by_block and has_fp8 and _can_use_triton(qdata):
+        return _block_scaled_op(*a, *b, dtype)
+    return fallback(a, b, dtype, use_fast_accum)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -57,6 +57,8 @@ from quantize import (
     block_linear,
     check_skip,
     check_weights,
+    fp8_linear,
+    fp8_matmul,
     from_config,
     get_scheme,
     quantizable_modules,
@@ -173,7 +175,7 @@ def quantize_dummy_(args: GenerateConfig, model: Transformer) -> None:
 def optimize_for_inference_(model: Transformer) -> Transformer:
     """Replace quantize.py's plain torch matmul by the kernel for this device."""
     if next(model.parameters()).is_cuda:
-        from quantization.gemm import weight_only_matmul
+        from quantization.gemm import block_scaled_matmul, weight_only_matmul
 
         def linear_fn(x: Tensor, qweight: Tensor, scales: Tensor, zeros: Any, bias: Any) -> Tensor:
             few_rows, group = x.numel() <= 64 * x.shape[-1], x.shape[-1] // scales.shape[1]
@@ -181,6 +183,8 @@ def optimize_for_inference_(model: Transformer) -> Transformer:
             return (weight_only_matmul if fits else weight_only)(x, qweight, scales, zeros, bias)
 
         use_linear_fn_(model, linear_fn)
+        matmul = partial(block_scaled_matmul, fallback=fp8_matmul)
+        use_linear_fn_(model, partial(fp8_linear, matmul=matmul), fp8_linear)
     elif cpu.load_kernels() is not None:
         use_linear_fn_(model, partial(cpu.packed_linear, fallback=weight_only))
         use_linear_fn_(model, partial(cpu.block_linear, fallback=block_linear), block_linear)

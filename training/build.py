@@ -20,7 +20,8 @@ from huggingface.weights import allocate, load_checkpoint, read_config
 from model import CONFIGS, ModelConfig, MoE, Transformer
 from parallelism.dist_env import DistEnv
 from parallelism.parallel_dims import ParallelDims
-from quantize import SCHEMES, fp8_training_, qat_
+from quantization.gemm import block_scaled_matmul
+from quantize import SCHEMES, fp8_matmul, fp8_training_, qat_
 from training.config import TrainConfig
 from training.data import BOS, EOS
 from training.lora import apply_lora_
@@ -99,7 +100,8 @@ def convert_linears_(model: Transformer, args: TrainConfig) -> None:
     if args.experts == "grouped" and any(isinstance(m, MoE) for m in model.modules()):
         moe.use_grouped_experts(model)
     if args.fp8:
-        fp8_training_(model, args.fp8)
+        matmul = partial(block_scaled_matmul, fallback=fp8_matmul)
+        fp8_training_(model, args.fp8, matmul=matmul)
     if args.qat:
         try:
             tied = ("head",) if model.config.tie_embeddings else ()  # with --pp it is a copy
