@@ -1631,8 +1631,8 @@ class Engine:
         sequences) -> ids (R,), -1 where no token can be sampled. output_callback: called with each
         new sequence, returns its listener, an object with push(token), end(reason), and
         finish_reason, set once its text is complete. eos_ids: None for those of model.config.
-        static: pad steps to a few shapes, and on CUDA replay CUDA graphs (the default there);
-        `compile` compiles them too.
+        static: pad steps to a few shapes, and on CUDA replay CUDA graphs (the default there,
+        except with MoE layers: pass what moe.has_static_shapes says); `compile` compiles them too.
 
         drafter: drafter(tokens, k) -> (up to k draft ids, the q (k, V) they were sampled from, None
         if deterministic). Optional methods: propose_batch(sequences, contexts, ks) -> a draft of
