@@ -1349,7 +1349,7 @@ CONFIGS: dict[int, tuple[int, tuple[int, int], tuple[int, int]]] = {
     1024: (32, (16, 8), (32, 8)),
 }
 # A key's address depends on the block table, so Triton divides the stages between the two loads: 5
-# give two buffers of keys. With 3 there is one, for GPUs with less shared memory.
+# give two buffers of keys. With 3 there is one, where shared memory is too small for two.
 NUM_STAGES, FEW_STAGES = 5, 3
 
 
@@ -1389,6 +1389,8 @@ def _launch(q: Tensor, p: _Pages, options: _ScoreOptions, n_splits: int) -> tupl
     stages = NUM_STAGES if shared_memory >= 1 << 17 else FEW_STAGES
     if q.element_size() == 4:
         rows, stages = min(rows, 32), 1
+    elif widest > 256 and v is not None:
+        stages = FEW_STAGES
     BLOCK_H = min(1 << (Hq // Hkv - 1).bit_length(), rows)
     BLOCK_Q = rows // BLOCK_H
     head_tiles = Hkv * -(-Hq // Hkv // BLOCK_H)
