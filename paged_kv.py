@@ -1346,7 +1346,7 @@ def _combine_kernel(
 CONFIGS: dict[int, tuple[int, tuple[int, int], tuple[int, int]]] = {
     128: (64, (16, 4), (128, 8)),
     256: (32, (16, 4), (64, 8)),
-    1024: (32, (16, 8), (32, 8)),
+    1024: (32, (16, 8), (64, 8)),
 }
 # A key's address depends on the block table, so Triton divides the stages between the two loads: 5
 # give two buffers of keys. With 3 there is one, where shared memory is too small for two.
@@ -1366,12 +1366,12 @@ def _split_dim(D: int) -> tuple[int, int]:
 
 
 @lru_cache
-def _device_properties(index: int | None) -> tuple[int, int]:
-    """Number of SMs, shared memory per program in bytes."""
+def _device_properties(index: int | None) -> tuple[int, int, int]:
+    """Number of SMs, shared memory per program in bytes, major compute capability."""
     if index is None:  # the interpreter: numbers of an H100
-        return 132, 232448
+        return 132, 232448, 9
     p = torch.cuda.get_device_properties(index)
-    return p.multi_processor_count, p.shared_memory_per_block_optin
+    return p.multi_processor_count, p.shared_memory_per_block_optin, p.major
 
 
 def _launch(q: Tensor, p: _Pages, options: _ScoreOptions, n_splits: int) -> tuple[Tensor, Tensor]:
@@ -1385,12 +1385,14 @@ def _launch(q: Tensor, p: _Pages, options: _ScoreOptions, n_splits: int) -> tupl
     widest = max(BLOCK_D + BLOCK_R, BLOCK_DV)
     BLOCK_N, few, many = CONFIGS[min(d for d in CONFIGS if d >= widest)]
     rows, warps = few if N <= R and Hq // Hkv <= few[0] else many
-    num_sms, shared_memory = _device_properties(q.device.index)
+    num_sms, shared_memory, major = _device_properties(q.device.index)
     stages = NUM_STAGES if shared_memory >= 1 << 17 else FEW_STAGES
     if q.element_size() == 4:
         rows, stages = min(rows, 32), 1
     elif widest > 256 and v is not None:
         stages = FEW_STAGES
+    if widest > 256 and (major != 9 or v is not None or p.k_scale is not None):
+        rows = min(rows, 32)  # 64 are for Hopper's wgmma, and do not fit beside values or scales
     BLOCK_H = min(1 << (Hq // Hkv - 1).bit_length(), rows)
     BLOCK_Q = rows // BLOCK_H
     head_tiles = Hkv * -(-Hq // Hkv // BLOCK_H)

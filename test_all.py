@@ -5456,7 +5456,8 @@ def test_engine_ranks_get_their_kv_heads(H, p, d):
 
 
 PAGED_COMPILE = """
-P._uses_kernel, P._device_properties = lambda q: True, lambda _: (132, SHARED)
+P._uses_kernel = lambda q: True
+P._device_properties = lambda _: (132, SHARED, arch // 10)
 
 def paged(D=128, Hq=32, Hkv=8, new=(1, 1), kind=None, dtype=torch.bfloat16, **flags):
     q = torch.randn(sum(new), Hq, D, dtype=dtype)
@@ -5496,7 +5497,7 @@ PAGED_ALL += ["paged(dtype=torch.float16, **mixed)"]
 def test_paged_kernel_compiles_for_gpus(arch, cases, tmp_path):
     """The kernel compiles for Ampere, Hopper and Blackwell, without a GPU, within their shared
     memory; other sequences, lengths and block tables do not recompile. While a tile of keys
-    is used, the next is loaded into a second buffer."""
+    is used, the next is loaded into a second buffer. MLA's tiles of 64 rows use Hopper's wgmma."""
     again = ["n = len(built)", "paged(n_splits=4, new=(1,) * 5)", "assert len(built) == n"]
     imports = "import attention as A\nfrom unittest.mock import patch\n"
     imports += "with patch('torch.cuda.is_available', lambda: True): import paged_kv as P\n"
@@ -5507,6 +5508,8 @@ def test_paged_kernel_compiles_for_gpus(arch, cases, tmp_path):
     printed = compile_kernels(code, tmp_path, arch, *cases, *again)
     assert printed.strip() == str(["_combine_kernel", "_paged_kernel"])
     assert min(load_buffers(tmp_path, "_paged_kernel")) >= 2
+    kernels = [path.read_text() for path in tmp_path.rglob("_paged_kernel.ttgir")]
+    assert any("64x512xf32" in t and "warp_group_dot" in t for t in kernels) == (arch == 90)
 
 
 @pytest.mark.parametrize("seed", range(12))
