@@ -3472,15 +3472,16 @@ FP8_QUANTIZED = [(130, 64, True, False), (257, 32, False, True), (9, 8, True, Tr
 @needs_fp8
 @pytest.mark.parametrize("T, D, hadamard, transposed", FP8_QUANTIZED)
 def test_attention_fp8_kernel_quantizes_like_plain_torch(T, D, hadamard, transposed):
-    """Scales are equal, values too up to rounding (the interpreter's is wrong by up to two steps);
-    transposed only changes the layout; rows past the end are not read."""
+    """Scales are equal, values too up to rounding; transposed only changes the layout; rows past
+    the end are not read. The interpreter halves values that are rounded up to a power of two."""
     x = 3 * normal(2, T, 3, D).transpose(0, 1).contiguous().transpose(0, 1)[:, : T - 1]
     got, scale = A._quantize(x, hadamard, transposed)
     want, want_scale = A.quantize_blocks(x.cpu().float(), hadamard=hadamard)
     close(scale.cpu(), want_scale, 1e-5)
-    steps = (got.cpu().float() - want.float()).abs()
-    step = torch.maximum(want.float().abs() / 8, torch.tensor(2.0**-9))  # between e4m3 values
-    assert (steps <= (1 if CUDA else 2) * step).all() and (steps == 0).float().mean() > (0.99 if CUDA else 0.3)
+    got8, want8 = got.cpu().float(), want.float()
+    step = torch.maximum(want8.abs() / 8, torch.tensor(2.0**-9))  # between values of e4m3
+    ok = ((got8 - want8).abs() <= step) | (A.INTERPRET & (2 * got8 == want8))
+    assert ok.all() and (got8 == want8).float().mean() > (0.99 if CUDA else 0.8)
     assert got.stride(1) == (1 if transposed else 3 * D) and got.shape == x.shape
 
 
