@@ -49,6 +49,7 @@ import random
 import re
 import resource
 import select
+import shlex
 import shutil
 import signal
 import socket
@@ -165,6 +166,7 @@ from huggingface import gguf_tokenizer as GT
 from generation import chat as CHAT
 from generation import config as GCONF
 from training import config as TCONF
+from generation import gpu_report as REPORT
 from generation import load as LOAD
 from generation import perplexity as PPL
 from generation import plot_decode as PLOT
@@ -24488,6 +24490,52 @@ def test_generate_json_and_bench():
     assert few["new_tokens"] == 5 == len(few["tokens"])
     done = run_generate("x", "--n", "2", "--max-new-tokens", "5", "--stop", "\0")
     assert re.fullmatch(r"(=+ \d of 2 =+\nx[^=]*\n){2}", done.out), done.out
+
+
+def test_generate_gpu_report_lists_commands_that_parse(monkeypatch, capsys):
+    """Without a GPU it prints what it would run, also of several GPUs: existing files, known flags,
+    known tables. A word selects entries."""
+    for entry in REPORT.entries(n_gpus=2):
+        argv = shlex.split(entry.command)
+        words = argv[argv.index("2") + 1 :] if "torch.distributed.run" in argv else argv
+        if words[0] == "generate.py":
+            GCONF.parse_args(words[1:])
+        elif words[0] == "train.py":
+            TCONF.parse_args(words[1:])
+        elif words[0] == "-m":
+            assert words[1:3] == ["generation.bench", "--table"] and words[3] in REPORT.TABLES
+        else:
+            assert (REPO / words[0]).is_file() and len(words) == 1
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert REPORT.main(["--gpu-report"]) == 0
+    assert capsys.readouterr().out.count("\n  python ") == len(REPORT.entries(0))
+    assert REPORT.main(["--gpu-report", "serving"]) == 0
+    assert "--bench-serving" in capsys.readouterr().out.splitlines()[1]
+
+
+def test_generate_gpu_report_keeps_what_worked(tmp_path, monkeypatch, capsys):
+    """A failing entry and one over its time limit are reported as such, with their output; rows of
+    a table become Markdown. The exit code counts them."""
+    code = lambda text: f"-c {shlex.quote(text)}"
+    rows = """print('{"case": "a", "GB/s": 12.345}'); print('{"case": "b", "ms": 2}')"""
+    entries = [
+        REPORT.Entry("table", code(rows), "all of it"),
+        REPORT.Entry("broken", code("print(1, flush=True); 1 / 0")),
+        REPORT.Entry("slow", code("print(7, flush=True); import time; time.sleep(60)"), timeout=3),
+    ]
+    monkeypatch.setattr(REPORT, "entries", lambda n: entries)
+    monkeypatch.setattr(REPORT, "machine", lambda: {"device": "fake"})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.chdir(tmp_path)
+    assert REPORT.report([]) == 2
+    text = Path("BENCHMARKS-GPU.md").read_text()
+    table = "| case | GB/s | ms |\n| --- | --- | --- |\n| a | 12.35 |  |\n| b |  | 2 |\n"
+    assert table in text and "Target: all of it." in text and "device fake" in text
+    assert "FAILED (1)" in text and "ZeroDivisionError" in text
+    assert "over its limit of 3 s" in text and "```\n7\n```" in text
+    saved = json.loads(Path("BENCHMARKS-GPU.json").read_text())
+    assert [e["exit_code"] for e in saved["entries"]] == [0, 1, None]
+    assert "BENCHMARKS-GPU.md" in capsys.readouterr().out
 
 
 def test_generate_sampling_flags_reach_the_sampler():

@@ -8,6 +8,9 @@ bandwidth measured on the same device: what is missing is overhead.
 
 from __future__ import annotations
 
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("run: python -m generation.bench --gpu-report")
+
 import statistics
 import sys
 import time

@@ -14,6 +14,9 @@ the L2 cache. TFLOP/s count the visible scores only (causal: half); GB/s count e
 
 from __future__ import annotations
 
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("run: python -m generation.bench --gpu-report")
+
 import argparse
 import json
 import platform
@@ -210,7 +213,7 @@ class Entry:
     title: str
     command: str  # after `python`
     target: str = ""
-    timeout: float = 180
+    timeout: float = 300
     seconds: float = 0.0
     exit_code: int | None = None  # None: not run, or over its time limit
     output: str = ""
@@ -235,7 +238,7 @@ class Entry:
 def entries(n_gpus: int) -> list[Entry]:
     """All entries, the cheapest and most basic first."""
     table = lambda name, target="": Entry(
-        f"{name} table", f"-m generation.gpu_report --table {name}", target
+        f"{name} table", f"-m generation.bench --table {name}", target
     )
     check = lambda path: Entry(f"{path}: check", path)
     llama = "generate.py --dummy llama3.1-8b --prompt-tokens 128 --bench 2"
@@ -348,7 +351,3 @@ def main(argv: list[str]) -> int:
     for row in TABLES[args.table]():
         print(json.dumps(row), flush=True)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
