@@ -44,6 +44,7 @@ Row = dict[str, Any]
 
 
 def milliseconds(f: Callable[[], Any]) -> float:
+    """Median GPU time of f()."""
     from triton.testing import do_bench
 
     return do_bench(f, warmup=20, rep=100, return_mode="median")
@@ -63,6 +64,7 @@ def graph_milliseconds(f: Callable[..., Any], *args: Any) -> float:
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Normal random numbers on the GPU."""
     return torch.randn(shape, device="cuda", dtype=dtype)
 
 
