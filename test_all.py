@@ -386,8 +386,15 @@ POISON = 96  # a token whose embedding is NaN in models built with poison=True
 # --------------------------------------------------------------------------------------------------
 
 
-ENV = os.environ | {"OMP_NUM_THREADS": "1"}
+ENV = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+
+
+@pytest.fixture(autouse=CUDA)
+def programs_run_on_the_cpu(monkeypatch):
+    """Also in this process on a machine with a GPU, as the results that they are compared with."""
+    for module in (G, SRUN):
+        monkeypatch.setattr(module, "pick_device", lambda name: LOAD.pick_device(name or "cpu"))
 
 
 def run(*argv, cwd=REPO, stdin="", env=None, timeout=240, **more) -> subprocess.CompletedProcess:
