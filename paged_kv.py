@@ -49,7 +49,7 @@ import os
 import time
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -361,25 +361,6 @@ class BlockAllocator:
         if block in self.cached:
             del self.cached[block]
             self.free.append(block)
-
-    def check(self, tables: Iterable[list[int]]) -> None:
-        """Assert every invariant, given the block tables of all sequences."""
-        counts = [0] * len(self.refs)
-        for table in tables:
-            for block in table:
-                counts[block] += 1
-        assert counts == self.refs, (counts, self.refs)
-        unused = {b for b, n in enumerate(counts) if n == 0}
-        assert len(self.free) == len(set(self.free)) and not set(self.free) & set(self.cached)
-        assert set(self.free) | set(self.cached) == unused
-        assert set(self.cached) == unused & self.entries.keys()
-        assert {(n, t): b for b, (n, t, _) in self.entries.items()} == self.children
-        nodes = {own: block for block, (_, _, own) in self.entries.items()}
-        assert all(parent in nodes or parent == 0 for parent, _, _ in self.entries.values())
-        age = {block: i for i, block in enumerate(self.cached)}
-        for block in self.cached:  # its parent is more recently used, or in use
-            parent = self.entries[block][0]
-            assert parent == 0 or age.get(nodes[parent], math.inf) > age[block]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1806,17 +1787,6 @@ class Engine:
             while not output.finished:
                 self.step()
         return outputs
-
-    def stream(self, id: Any) -> Iterator[int]:
-        """Yield the tokens of a request's sample 0, stepping the engine as needed."""
-        _check(id in self.outputs, f"id {id!r} is not an unfinished request")
-        output, seen = self.outputs[id], 0
-        while seen < len(output.token_ids) or not output.finished:
-            if seen == len(output.token_ids):
-                self.step()
-            else:
-                yield output.token_ids[seen]
-                seen += 1
 
     # ---- a step ----
 

@@ -4208,7 +4208,7 @@ class PagedBlocks(RuleBasedStateMachine):
             refs = Counter(block for table in self.tables for block in table)
             assert self.real.refs == [refs[block] for block in range(self.n)]
             assert self.real.n_free == self.n - len(refs)
-            self.real.check(self.tables)
+            check_blocks(self.real, self.tables)
 
     def teardown(self):
         for table in getattr(self, "tables", []):
@@ -4267,7 +4267,7 @@ class PagedSimulator:
 
     def check(self) -> None:
         s = self.scheduler
-        self.allocator.check(x.block_table for x in (*s.running, *s.waiting))
+        check_blocks(self.allocator, [x.block_table for x in (*s.running, *s.waiting)])
         assert Counter((*s.running, *s.waiting)) == Counter(self.alive)
         assert len(s.running) <= s.max_num_seqs
         assert self.allocator.prefix_cache or not (s.n_hit_tokens or self.allocator.entries)
@@ -4297,7 +4297,7 @@ class PagedSimulator:
         first, waiting = min(self.alive, key=self.key, default=None), [*s.waiting]
         decoding = [seq for seq in s.running if seq.remaining <= 1]
         plan = s.schedule()
-        self.allocator.check(x.block_table for x in (*s.running, *s.waiting))
+        check_blocks(self.allocator, [x.block_table for x in (*s.running, *s.waiting)])
         self.ran = dict(plan.run)
         assert len(self.ran) == len(plan.run) and all(seq in s.running for seq in self.ran)
         used = sum(self.ran.values()) + sum(plan.drafts.values())
@@ -4543,11 +4543,28 @@ def paged_engine(model, **kwargs) -> P.Engine:
     return P.Engine(model, **dict(num_blocks=40, block_size=4, max_num_seqs=most) | kwargs)
 
 
+def check_blocks(allocator: P.BlockAllocator, tables) -> None:
+    """Assert every invariant of an allocator, given the block tables of all sequences."""
+    counts = Counter(block for table in tables for block in table)
+    assert allocator.refs == [counts[block] for block in range(len(allocator.refs))]
+    free, cached, entries = allocator.free, allocator.cached, allocator.entries
+    unused = {b for b, n in enumerate(allocator.refs) if n == 0}
+    assert len(free) == len(set(free)) and not set(free) & set(cached)
+    assert set(free) | set(cached) == unused and set(cached) == unused & entries.keys()
+    assert {(n, t): b for b, (n, t, _) in entries.items()} == allocator.children
+    nodes = {own: block for block, (_, _, own) in entries.items()}
+    assert all(parent in nodes or parent == 0 for parent, _, _ in entries.values())
+    age = {block: i for i, block in enumerate(cached)}
+    for block in cached:  # its parent is more recently used, or in use
+        parent = entries[block][0]
+        assert parent == 0 or age.get(nodes[parent], math.inf) > age[block]
+
+
 def paged_check(engine, k=6) -> None:
     """Check every invariant between steps; no sequence has blocks for more than its tokens and k
     drafts."""
     scheduler, allocator = engine.scheduler, engine.allocator
-    allocator.check(seq.block_table for seq in (*scheduler.running, *scheduler.waiting))
+    check_blocks(allocator, [seq.block_table for seq in (*scheduler.running, *scheduler.waiting)])
     assert len(scheduler.running) <= scheduler.max_num_seqs
     for seq in scheduler.running:
         assert len(seq.block_table) <= -(-(len(seq.tokens) + k) // allocator.block_size)
@@ -4557,7 +4574,7 @@ def paged_idle(engine) -> None:
     """Assert that no request is left and all blocks are free."""
     assert not engine.scheduler.running and engine.unfinished == engine.n_waiting == 0
     assert engine.allocator.n_free == len(engine.allocator.refs)
-    engine.allocator.check([])
+    check_blocks(engine.allocator, [])
 
 
 def paged_run(engine) -> dict:
@@ -5141,25 +5158,22 @@ def test_engine_priorities_and_policy():
     assert [*paged_run(engine)] == ["b", "e", "d", "a", "c"]
 
 
-def test_engine_streams():
-    """Streams read in turns, after preemptions, or started late yield every token once, from the
-    first on; the stream of an aborted request ends; statistics are 0 before the first step."""
+def test_engine_aborts_a_running_request():
+    """Its output ends, and the others are those of a run without it; statistics are 0 before the
+    first step."""
     model, (prompts, _) = paged_model(), paged_requests(4)
     want = paged_greedy(model, prompts, [10] * 4)
     engine = paged_engine(model, num_blocks=9, max_num_batched_tokens=9)
     assert engine.step() == [] and not model.calls and set(engine.stats().values()) == {0}
     ids = [engine.add(p, greedy(10)) for p in prompts]
-    streams, got = [engine.stream(i) for i in ids[:3]], [[], [], []]
-    for turn in range(60):
-        if turn == 4:
-            assert 0 < engine.stats()["cache_used"] <= 1
-            gone = engine.abort(ids[2])
-        got[turn % 3] += islice(streams[turn % 3], 1 + turn % 2)
-    assert got[:2] == want[:2] and got[2] == gone.token_ids and gone.finish_reason == "abort"
-    late = engine.add(prompts[2], greedy(10))
-    engine.step()
-    assert [*engine.stream(late)] == want[2]
+    kept = [engine.outputs[i] for i in ids if i != ids[2]]
+    for _ in range(4):
+        engine.step()
+    assert 0 < engine.stats()["cache_used"] <= 1
+    gone = engine.abort(ids[2])
     paged_run(engine)
+    assert gone.finish_reason == "abort" and gone.token_ids == want[2][: len(gone.token_ids)]
+    assert [o.token_ids for o in kept] == want[:2] + want[3:]
 
 
 def test_engine_cache_filled_to_the_last_slot():
@@ -5542,7 +5556,7 @@ def test_engine_sliding_window_reuses_blocks(seed):
     while engine.unfinished:
         engine.step()
         tables = [seq.block_table for seq in engine.scheduler.running]
-        engine.allocator.check(tables)
+        check_blocks(engine.allocator, tables)
         assert max(map(len, tables), default=0) <= most
     for id, (ids, new) in requests.items():
         want = greedy_tokens(model, torch.tensor([ids]), new)
@@ -10157,7 +10171,7 @@ def test_drafting_in_batches_equals_plain_decoding(kind, form, n, tmp_path):
         stats = engine.stats()
         assert stats["proposed"] > stats["accepted"] and (stats["accepted"] > 0 or kind == "head")
         assert engine.allocator.n_free == 90
-        engine.allocator.check([])
+        check_blocks(engine.allocator, [])
         assert not getattr(engine.drafter, "cached_tokens", {})
         policy = engine.speculate_k
         assert k != "auto" or not (policy.counts or policy.last_trials)
@@ -11894,7 +11908,7 @@ class CheckedReplica(RP.Replica):
     def _complete(self, n):
         super()._complete(n)
         tables = [seq.block_table for seq in (*self.scheduler.running, *self.scheduler.waiting)]
-        self.allocator.check(tables + [part.preserved for *_, part in self.arriving])
+        check_blocks(self.allocator, tables + [part.preserved for *_, part in self.arriving])
 
 
 def simulated_timestamps(trace, replica) -> list[list[float]]:
@@ -12461,7 +12475,7 @@ def policy_run(
                 if len(alive[seq].times) == alive[seq].n_out:
                     scheduler.finish(seq)
                     del alive[seq]
-        allocator.check(seq.block_table for seq in (*scheduler.running, *scheduler.waiting))
+        check_blocks(allocator, [seq.block_table for seq in (*scheduler.running, *scheduler.waiting)])
         watch(scheduler, alive, clock.now)
 
 
@@ -12809,7 +12823,7 @@ def test_policies_rag_cache_is_greedy_dual_with_frequency():
             uses = cached.pop(document)[1] + 1
         cached[document] = clock + uses, uses
         allocator.release([block])
-        allocator.check([])
+        check_blocks(allocator, [])
 
 
 def test_policies_pause_waste_is_memory_times_time():
@@ -13244,7 +13258,7 @@ def http_settled(server: SV.Server) -> None:
         engine, blocks = part.engine, part.engine.allocator
         wait_until(lambda: not (engine.unfinished or part.streams))
         wait_until(lambda: blocks.n_free == len(blocks.refs))
-        blocks.check([])
+        check_blocks(blocks, [])
 
 
 def http_post(url: str, path: str, body: Any, **headers: str) -> httpx.Response:
@@ -14697,7 +14711,7 @@ def test_colocation_pool_of_heads_leaks_nothing(kind, monkeypatch):
         views[:] = [s.allocator for s in schedulers]
         preempted.append(sum(s.n_preempted for s in schedulers))
         for s, view in zip(schedulers, views):
-            view.check([seq.block_table for seq in s.running])
+            check_blocks(view, [seq.block_table for seq in s.running])
             assert view.head_blocks.keys() == {b for seq in s.running for b in seq.block_table}
             assert {len(heads) for heads in view.head_blocks.values()} <= {view.heads}
             assert sum(len(heads) for heads in view.head_blocks.values()) <= view.quota
