@@ -912,12 +912,12 @@ class PagedKVCache:
         self.copy([pair for ring in blocks for pair in ring], True)
 
     def read(self, table: list[int], n: int, ring: int = 0) -> SwappedKV:
-        """Copy KV of a sequence's first n tokens to the host."""
+        """Copy KV of a sequence's first n tokens to the host. On a GPU the copy is only queued."""
 
         def one(layer: int, t: Tensor) -> Tensor:
             blocks = self._ring(ring) if layer in self.windowed else table
             slots = self._slots(blocks, max(0, n - len(blocks) * self.block_size), n)
-            return _raw(t).flatten(2, 3).index_select(2, slots).cpu()
+            return _raw(t).flatten(2, 3).index_select(2, slots).to("cpu", non_blocking=True)
 
         kv, scales = ([*map(one, count(), tensors)] for tensors in (self.pages, self.scales))
         return SwappedKV(n, kv, scales)
@@ -928,9 +928,10 @@ class PagedKVCache:
             for layer, (t, x) in enumerate(zip(tensors, source)):
                 blocks = self._ring(ring) if layer in self.windowed else table
                 n = min(host.n - first, len(blocks) * self.block_size)
-                slots, x = self._slots(blocks, host.n - n, host.n), x[:, :, -n:]
+                slots = self._slots(blocks, host.n - n, host.n)
+                x = x.to(self.device, non_blocking=True)[:, :, -n:]
                 x = F.pad(x, (0, 0) * (x.dim() - 3) + (n - x.shape[2], 0))  # may have held NaN
-                _raw(t).flatten(2, 3).index_copy_(2, slots, x.to(self.device))
+                _raw(t).flatten(2, 3).index_copy_(2, slots, x)
 
     def _ring(self, ring: int) -> list[int]:
         """Blocks of a ring buffer."""
@@ -945,7 +946,8 @@ class PagedKVCache:
         """Slots of positions start to end; the blocks of a sliding window are reused in turn."""
         p = torch.arange(start, end)
         blocks = torch.tensor(table)[p // self.block_size % len(table)]
-        return (blocks * self.block_size + p % self.block_size).to(self.device)
+        slots = blocks * self.block_size + p % self.block_size
+        return slots.to(self.device, non_blocking=True)
 
 
 def _raw(x: Tensor) -> Tensor:
@@ -2094,6 +2096,8 @@ class Engine:
             seq.listener = None
             self.scheduler.finish(seq)
             self._forget(seq)
+        if self.cache.pages[0].is_cuda:
+            torch.cuda.current_stream().synchronize()  # read() has queued its copies
         return KVTransfer(output, sequences)
 
     def import_request(self, transfer: KVTransfer) -> None:
