@@ -53,7 +53,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from itertools import accumulate, count
+from itertools import accumulate, count, product
 from numbers import Integral, Real
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -739,6 +739,15 @@ class Step(NamedTuple):
     lengths: Tensor  # (R,) int32: cached tokens including the new ones
     ring_slots: Tensor | None = None  # slots and block_table of the layers with ring buffers
     ring_table: Tensor | None = None
+    buffer: Tensor | None = None  # bytes of which the others are views
+
+
+def _views(buffer: Tensor, like: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """Parts of a buffer of bytes with the shapes and dtypes of `like`, one after the other, each at
+    a multiple of 16 bytes, the alignment that kernels are specialized for."""
+    sizes = [0 if x is None else -(-x.nbytes // 16) * 16 for x in like]
+    parts = zip(buffer.split(sizes), like)
+    return [x if x is None else part[: x.nbytes].view(x.dtype).view(x.shape) for part, x in parts]
 
 
 KV_DTYPES = {"int8": (torch.int8, 127), "fp8": (torch.float8_e4m3fn, 448)}  # and the maximum value
@@ -804,8 +813,9 @@ class PagedKVCache:
         nbytes = sum(t.nbytes for t in self._tensors(windowed=False))
         self.bytes_per_token = nbytes // (num_blocks + 1) // block_size  # rings excluded
 
-    def step(self, chunks: list[Chunk], shape: tuple[int, int] | None = None) -> Step:
-        """The tensors of a step. With shape (N, R), padded to N tokens and R sequences."""
+    def step(self, chunks: list[Chunk], shape: tuple[int, int, int] | None = None) -> Step:
+        """The tensors of a step. With shape (N, R, W), padded to N tokens, R sequences and W blocks
+        of each, and in one buffer, as always on a GPU, which they reach in one copy."""
         tokens, positions, cu, width = [], [], [0], 1
         for c in chunks:
             end = c.start + len(c.tokens)
@@ -814,25 +824,31 @@ class PagedKVCache:
             positions += range(c.start, end)
             cu.append(len(tokens))
             width = max(width, -(-end // self.block_size))
-        n, r = shape or (len(tokens), len(chunks))
+        n, r, w = shape or (len(tokens), len(chunks), width)
         assert n >= len(tokens) and r >= len(chunks), (n, r)
         lengths = [c.start + len(c.tokens) for c in chunks] + [0] * (r - len(chunks))
         cu += [cu[-1]] * (r - len(chunks))
         pad = [0] * (n - len(tokens))
         i32, i64 = partial(torch.tensor, dtype=torch.int32), partial(torch.tensor, dtype=torch.long)
-        layout = partial(self._layout, chunks, (n, r, width))
+        layout = partial(self._layout, chunks, (n, r, width, w))
         slots, table = layout([c.block_table for c in chunks], self.num_blocks)
         tensors = [i64(tokens + pad), i64(positions + pad), slots, table, i32(cu), i32(lengths)]
         if self.windowed:
             tensors += layout([self._ring(c.ring) for c in chunks], self.num_ring_blocks)
-        return Step(*(t.to(self.device) for t in tensors))
+        if shape is None and torch.device(self.device).type == "cpu":
+            return Step(*tensors)
+        parts = [F.pad(t.flatten().view(torch.uint8), (0, -t.nbytes % 16)) for t in tensors]
+        pinned = dict(dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        host = torch.empty(sum(map(len, parts)), **pinned)
+        buffer = torch.cat(parts, out=host).to(self.device, non_blocking=True)
+        return Step(*_views(buffer, tensors))._replace(buffer=buffer)
 
     def _layout(
-        self, chunks: list[Chunk], shape: tuple[int, int, int], tables: list[list[int]], null: int
+        self, chunks: list[Chunk], shape: tuple[int, ...], tables: list[list[int]], null: int
     ) -> tuple[Tensor, Tensor]:
-        """Slots (N,), padded with those of block `null`, and block_table (R, W); shape: (N, R, W).
-        A table shorter than its positions is used in turn."""
-        (n, r, w), bs, null_slot = shape, self.block_size, null * self.block_size
+        """Slots (N,), padded with those of block `null`, and block_table (R, W); shape: (N, R, w,
+        W), of whose W blocks w are used. A table shorter than its positions is used in turn."""
+        (n, r, w, width), bs, null_slot = shape, self.block_size, null * self.block_size
         slots, table = [], array("i")
         for c, own in zip(chunks, tables):
             slots += [
@@ -843,7 +859,8 @@ class PagedKVCache:
             table.extend((own * -(-w // len(own)))[:w])
         table.extend(array("i", [0]) * (w * (r - len(chunks))))
         slots = torch.tensor(slots + [null_slot] * (n - len(slots)), dtype=torch.long)
-        return slots, torch.frombuffer(table, dtype=torch.int32).view(r, w)
+        table = torch.frombuffer(table, dtype=torch.int32).view(r, w)
+        return slots, table if w == width else F.pad(table, (0, width - w))
 
     def attend(
         self, spec: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, *, step: Step
@@ -1426,14 +1443,11 @@ def _paged_op(q, *args):
 
 @_paged_op.register_fake
 def _(q, k, v, *args):
-    DV = k.shape[3] if v is None else v.shape[3]
-    DV = args[5] or DV
+    DV = args[5] or v.shape[3]  # latent_dim
     return q.new_empty(*q.shape[:2], DV), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-def _torch_fallback(
-    q: Tensor, p: _Pages, options: _ScoreOptions, return_lse: bool
-) -> tuple[Tensor, Tensor]:
+def _torch_fallback(q: Tensor, p: _Pages, options: _ScoreOptions, return_lse: bool) -> tuple:
     """Without Triton. scaled_dot_product_attention returns no lse, so the reference computes it."""
     if return_lse:
         return _reference(q, p, options)
@@ -1522,12 +1536,10 @@ def _check_args(
     if v_scale is not None and v_scale.stride() != k_scale.stride():
         k_scale, v_scale = k_scale.contiguous(), v_scale.contiguous()
     integers = (x.to(torch.int32).contiguous() for x in (block_table, cu_seqlens, lengths))
-    alibi_slopes, sinks = (
-        None if x is None else x.float().contiguous() for x in (alibi_slopes, sinks)
-    )
+    fp32 = lambda x: None if x is None else x.float().contiguous()
     scale, softcap = D**-0.5 if scale is None else float(scale), softcap and float(softcap)
     pages = _Pages(k, v, k_scale, v_scale, *integers, latent_dim)
-    return q, pages, _ScoreOptions(scale, window, softcap, alibi_slopes, sinks)
+    return q, pages, _ScoreOptions(scale, window, softcap, fp32(alibi_slopes), fp32(sinks))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1668,7 +1680,7 @@ class Engine:
         self.cuda_graphs = None
         if static:
             run = lambda *step: self._hidden(Step(*step))
-            self.cuda_graphs = CUDAGraphRunner(run, weight.device, compile)
+            self.cuda_graphs = CUDAGraphRunner(run, weight.device, compile, packed=True)
         for module in modules:  # a step mixes prefill and decode
             if hasattr(module, "absorb_up_to"):
                 module.absorb_up_to = math.inf
@@ -1685,9 +1697,9 @@ class Engine:
         """Tokens that a sequence can have, prompt and output."""
         blocks, max_blocks = len(self.allocator.refs), self.scheduler.max_blocks
         window_fits = max_blocks is not None and max_blocks <= blocks
-        cache = math.inf if window_fits else blocks * self.allocator.block_size
         whole = blocks * self.allocator.block_size
-        return min(cache, getattr(self.model.config, "context", whole))
+        context = getattr(self.model.config, "context", whole)
+        return context if window_fits else min(whole, context)
 
     # ---- requests ----
 
@@ -1828,8 +1840,8 @@ class Engine:
                 for sample in (seq, *self._fork_samples(seq)):
                     to_sample[sample] = draft
                     rows += [(i, sample) for i in range(row - 1 - len(draft[0]), row)]
-        last = torch.tensor([i for i, _ in rows], dtype=torch.long, device=hidden.device)
-        logits = self.model.head(hidden[last])
+        last = torch.tensor([i for i, _ in rows], dtype=torch.long)
+        logits = self.model.head(hidden[last.to(hidden.device, non_blocking=True)])
         logprobs = self._logprobs(logits, [seq for _, seq in rows])  # samplers may modify logits
         runs, first = self._sample_or_verify(logits, to_sample), 0
         now = self.clock()
@@ -1949,11 +1961,21 @@ class Engine:
             chunks.append(Chunk(tokens, start, table, written, seq.ring))
         if self.cuda_graphs is None:
             return self._hidden(self.cache.step(chunks))
-        step = self.cache.step(chunks, self._padded_shape(chunks, bool(drafts)))
-        width = -(-self.capacity // self.allocator.block_size)
-        pad = lambda x: x if x is None else F.pad(x, (0, width - x.shape[1]))
-        step = step._replace(block_table=pad(step.block_table), ring_table=pad(step.ring_table))
-        return self.cuda_graphs(*step)
+        n, r = sum(len(c.tokens) for c in chunks), len(chunks)
+        return self.cuda_graphs(*self.cache.step(chunks, self._padded_shape(n, r, bool(drafts))))
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Compile and capture the steps of all shapes before the first request, which otherwise
+        waits for those that it needs. Call it when the drafter is set."""
+        if self.cuda_graphs is None:
+            return
+        most, seqs = self.scheduler.max_num_batched_tokens, self.scheduler.max_num_seqs
+        near = {x for k in range(most.bit_length()) for x in (2**k - 1, 2**k)} | {most, seqs}
+        sizes = product(near, near, {False, self.drafter is not None})
+        shapes = {self._padded_shape(n, r, d) for n, r, d in sizes if 0 < r <= min(n, seqs)}
+        for shape in sorted(shapes, reverse=True):  # the largest first: others reuse its memory
+            self.cuda_graphs(*self.cache.step([], shape))
 
     def _fork_samples(self, seq: Sequence) -> list[Sequence]:
         """Fork the other samples of a request at the end of its prompt."""
@@ -1974,16 +1996,16 @@ class Engine:
         attend = partial(self.cache.attend, step=step)
         return self.model(step.tokens[None], step.positions[None], attend, return_hidden=True)[0]
 
-    def _padded_shape(self, chunks: list[Chunk], drafted: bool = False) -> tuple[int, int]:
-        """(N, R), powers of two from a small set: N == R if all sequences decode, N == 2 R with
-        drafts and few prompt tokens, else N > R."""
-        n, r = sum(len(c.tokens) for c in chunks), len(chunks)
+    def _padded_shape(self, n: int, r: int, drafted: bool = False) -> tuple[int, int, int]:
+        """(N, R, W) for n tokens of r sequences. W is constant, N and R are powers of two: N == R
+        if all sequences decode, N == 2 R with drafts and few prompt tokens, else N > R."""
         power = lambda x: 1 << (x - 1).bit_length()
+        width = -(-self.capacity // self.allocator.block_size)
         if n == r:
-            return power(n), power(n)
+            return power(n), power(n), width
         most = power(self.scheduler.max_num_seqs)
         whole, few = max(64, power(n), 2 * most), power(max(n, 2 * r))
-        return (few, few // 2) if drafted and few < whole else (whole, most)
+        return (few, few // 2, width) if drafted and few < whole else (whole, most, width)
 
     def _logprobs(self, logits: Tensor, seqs: list[Sequence]) -> list[Tensor | None]:
         """(V,) on the host for each row whose sequence requests logprobs."""
@@ -2137,15 +2159,16 @@ class CUDAGraphRunner:
     cache writes, may happen several times; the next call overwrites its output."""
 
     def __init__(
-        self, function: Callable[..., Any], device: torch.device, compile: bool = True, **options
-    ):
-        """options: of torch.compile, for Inductor."""
+        self, function: Callable[..., Any], device: torch.device, compile: bool = True,
+        packed: bool = False, **options,
+    ):  # fmt: skip
+        """packed: the inputs are those of a Step, copied at once. options: Inductor's."""
         if compile:
             # one compilation per shape: about a dozen in an Engine
             kwargs = dict(fullgraph=True, dynamic=False, recompile_limit=64)
             function = torch.compile(function, **kwargs, options=options)
         self.function, self.cuda, self.pool = function, device.type == "cuda", None
-        self.graphs: dict[Any, Callable[..., Any]] = {}  # by input shapes
+        self.packed, self.graphs = packed, {}  # {input shapes: callable}
 
     def __call__(self, *inputs: Tensor | None) -> Any:
         key = tuple(None if x is None else x.shape for x in inputs)
@@ -2155,6 +2178,8 @@ class CUDAGraphRunner:
 
     def _capture(self, inputs: tuple[Tensor | None, ...]) -> Callable[..., Any]:
         static_inputs = [None if x is None else x.clone() for x in inputs]
+        if self.packed:
+            static_inputs[:-1] = _views(static_inputs[-1], inputs[:-1])
         self.function(*static_inputs)
         if not self.cuda:
             return self.function
@@ -2166,7 +2191,8 @@ class CUDAGraphRunner:
             out = self.function(*static_inputs)
 
         def replay(*inputs: Tensor | None) -> Any:
-            for static, new in zip(static_inputs, inputs):
+            first = len(inputs) - 1 if self.packed else 0
+            for static, new in zip(static_inputs[first:], inputs[first:]):
                 if static is not None:
                     static.copy_(new)
             graph.replay()

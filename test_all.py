@@ -4118,10 +4118,11 @@ def test_paged_cached_blocks_are_not_written_again():
     """A token whose KV is in a shared block, and a padding token, write to the null block."""
     cache = P.PagedKVCache(tiny(), num_blocks=6, block_size=4)
     chunks = [P.Chunk([5], 7, [2, 4], 8), P.Chunk([6, 7, 8], 3, [3, 1], 4)]
-    step = cache.step(chunks, (6, 4))
+    step = cache.step(chunks, (6, 4, 3))
     assert [slot // 4 for slot in step.slots.tolist()] == [6, 6, 1, 1, 6, 6]
     assert step.slots[2:4].tolist() == [4, 5]
     assert step.cu_seqlens.tolist() == [0, 1, 4, 4, 4] and step.lengths.tolist() == [8, 6, 0, 0]
+    assert step.block_table.tolist() == [[2, 4, 0], [3, 1, 0], [0, 0, 0], [0, 0, 0]]
 
 
 # ---- BlockAllocator ----
@@ -5385,6 +5386,118 @@ def test_engine_export_and_import_of_requests():
         (output,) = third.step()
         assert output.finish_reason == reason and len(output.token_ids) == 1
         assert not third.unfinished
+
+
+class MetaTransfers(TorchDispatchMode):
+    """The meta device as a GPU: records each copy from and to it as (to, bytes, non_blocking). What
+    comes from it is 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        aten, kwargs = torch.ops.aten, kwargs or {}
+        to = next((x.type for x in (*args, *kwargs.values()) if isinstance(x, torch.device)), None)
+        if func.overloadpacket in (aten.to, aten._to_copy) and to not in (None, args[0].device.type):
+            self.seen.append((to, args[0].nbytes, kwargs.get("non_blocking", False)))
+            if args[0].is_meta:
+                return torch.zeros(args[0].shape, dtype=args[0].dtype)
+        assert func is not aten._local_scalar_dense.default or not args[0].is_meta, "item()"
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_engine_copies_a_step_to_the_gpu_at_once(static, monkeypatch):
+    """A step's tensors take one copy and the rows to sample another, for none of which the host
+    waits; the sampled ids come back in one."""
+    model = random_model(PAGED_CONFIGS["gqa"]).to("meta")
+    monkeypatch.setattr(P, "paged_attention", lambda q, *args, **kwargs: q)
+    engine, transfers = paged_engine(model, static=static), MetaTransfers()
+    for prompt in ([5, 6, 7], [8, 9]):
+        engine.add(prompt, greedy(4))
+    with transfers:
+        for _ in range(3):
+            engine.step()
+    steps = [transfers.seen[i : i + 3] for i in range(0, len(transfers.seen), 3)]
+    assert len(steps) == 3
+    for step in steps:
+        assert [x[::2] for x in step] == [("meta", True), ("meta", True), ("cpu", False)]
+        assert step[1][1:] == (2 * 8, True) and step[2][1:] == (2 * 8, False)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+def test_engine_swaps_without_waiting_for_the_gpu(kv_dtype):
+    """Each tensor of KV is copied to the host, and back, without waiting."""
+    cache, transfers = P.PagedKVCache(tiny(), 6, 4, device="meta", kv_dtype=kv_dtype), MetaTransfers()
+    with transfers:
+        swapped = cache.read([3, 1], 7)
+        n = len(transfers.seen)
+        cache.write([2, 0], 4, swapped)
+    size = sum(x.nbytes for x in (*swapped.kv, *swapped.scales))
+    assert all(non_blocking for *_, non_blocking in transfers.seen)
+    assert sum(x[1] for x in transfers.seen[:n] if x[0] == "cpu") == size
+    assert sum(x[1] for x in transfers.seen[n:] if x[0] == "meta") >= size
+
+
+class FakeGraphs:
+    """torch.cuda on a CPU, for one CUDAGraphRunner: a replay runs the captured function again."""
+
+    def __init__(self, monkeypatch):
+        self.captured, self.capturing = [], None
+        for name in ("synchronize", "graph_pool_handle"):
+            monkeypatch.setattr(torch.cuda, name, lambda: None)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace())
+        monkeypatch.setattr(torch.cuda, "graph", self.capture)
+
+    @contextmanager
+    def capture(self, graph, pool):
+        self.capturing = graph
+        self.captured.append(graph)
+        yield
+        self.capturing = None
+
+    def function(self, run):
+        """`run`, as captured and replayed."""
+
+        def called(*inputs):
+            out = run(*inputs)
+            if self.capturing is not None:
+                self.capturing.replay = lambda: out.copy_(run(*inputs))
+            return out
+
+        return called
+
+
+@pytest.mark.parametrize("config", ["gqa", "window"])
+@pytest.mark.parametrize("drafts", [False, True])
+def test_engine_warm_up_captures_every_step(drafts, config, monkeypatch):
+    """No request captures a graph after warm_up, and the tokens are those without graphs. A
+    replay's inputs are copied at once."""
+    model, (prompts, counts) = paged_model(config), paged_requests(8)
+    options = dict(max_num_seqs=6, num_blocks=60)
+    if config == "window":  # and ring buffers
+        options |= dict(prefix_cache=False, max_num_batched_tokens=9)
+    if drafts:
+        texts = paged_texts(prompts, paged_greedy(model, prompts, counts))
+        options |= dict(drafter=PagedDrafter(texts, 0.3, ragged=True), speculate_k=3)
+    engine, graphs = paged_engine(model, static=True, **options), FakeGraphs(monkeypatch)
+    runner = engine.cuda_graphs
+    runner.cuda, runner.function = True, graphs.function(runner.function)
+    engine.warm_up()
+    n = len(graphs.captured)
+    assert n == len(runner.graphs) >= 4 and bool(engine.cache.windowed) == (config == "window")
+    outputs = paged_serve(engine, prompts, [*map(greedy, counts)])
+    assert len(graphs.captured) == n
+    assert [o.token_ids for o in outputs] == paged_greedy(model, prompts, counts)
+    for graph in graphs.captured:
+        graph.replay = lambda: None
+    shape = 4, 4, -(-engine.capacity // engine.allocator.block_size)
+    with torch.inference_mode():
+        step = engine.cache.step([], shape)
+        with torch.profiler.profile() as ops:
+            runner(*step)
+    assert sum(e.count for e in ops.key_averages() if e.key == "aten::copy_") == 1
 
 
 @pytest.mark.slow
@@ -9234,7 +9347,7 @@ def test_cpu_decode_leaves_other_calls_to_the_layers():
         paged = P.PagedKVCache(config, 8, 16, torch.bfloat16, kv_dtype="int8")
         step = paged.step([P.Chunk([5, 6], 0, [0])])
         bf16_blocks = P.PagedKVCache(config, 8, 16, torch.bfloat16)
-        padded = bf16_blocks.step([P.Chunk([5, 6], 0, [0])], (4, 2))
+        padded = bf16_blocks.step([P.Chunk([5, 6], 0, [0])], (4, 2, 3))
         attend = partial(bf16_blocks.attend, step=padded)
         yield model(padded.tokens[None], padded.positions[None], attend)
         yield model(tokens[:, :1], torch.tensor([-1]), bf16.attend)
@@ -14716,7 +14829,7 @@ def test_colocation_pool_of_heads_leaks_nothing(kind, monkeypatch):
             assert {len(heads) for heads in view.head_blocks.values()} <= {view.heads}
             assert sum(len(heads) for heads in view.head_blocks.values()) <= view.quota
         for pool in {id(view.pool): view.pool for view in views}.values():
-            pool.check(t for v in views if v.pool is pool for t in v.head_blocks.values())
+            check_blocks(pool, [t for v in views if v.pool is pool for t in v.head_blocks.values()])
         assert kind != "quotas" or sum(view.quota for view in views) == len(views[0].pool.refs)
 
     monkeypatch.setattr(CO, "serve_llms", partial(serve, observe=observe))
