@@ -17321,6 +17321,12 @@ def test_optimizers_stochastic_rounding_keeps_exact_bf16_values():
     assert torch.equal(stochastic_round(across), stochastic_round(across.contiguous()))
 
 
+class OnGPU(torch.Tensor):
+    """A CPU tensor whose is_cuda is true."""
+
+    is_cuda = True
+
+
 class LargestFloat32(TorchDispatchMode):
     """The most fp32 numbers that any operation returned."""
 
@@ -26499,12 +26505,6 @@ def test_attention_in_the_model_equals_dense_attention(config, absorb_up_to, mon
         assert relative(part, model(prompt[None])[0]) <= 1e-5
 
 
-class OnGPU(torch.Tensor):
-    """A CPU tensor whose is_cuda is true."""
-
-    is_cuda = True
-
-
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("compiling", [False, True])
 @pytest.mark.parametrize("backend", ["MATH", "CUDNN_ATTENTION"])
@@ -27732,6 +27732,26 @@ def frozen_case(rank: int, task, folder: Path) -> None:
         parallel.clip_gradients(model, norms[-1], 1.0)
         assert parallel.gradient_norm(model, mesh, tp).item() == pytest.approx(1, rel=1e-4)
     assert 0 < norms[0] < 0.9 * norms[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradient_norm_on_a_gpu(dtype):
+    """A few launches for any number of tensors, none of which returns as much as a gradient has."""
+    grads = [torch.randn(9, n, generator=seeded(n)).to(dtype) for n in range(40)]
+    seen: list[int] = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            seen.extend(x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor))
+            return out
+
+    with Recorder():
+        got = parallel.squared_norm([g.as_subclass(OnGPU) for g in grads])
+    want = sum(g.double().square().sum() for g in grads)
+    assert got.dtype == torch.float32 and got.item() == pytest.approx(want.item(), rel=1e-5)
+    assert parallel.squared_norm(grads).item() == pytest.approx(want.item(), rel=1e-6)
+    assert len(seen) <= len(grads) + 4 and max(seen) <= len(grads)
 
 
 @pytest.mark.parametrize("name", ["mesh errors", "frozen"])

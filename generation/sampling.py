@@ -318,7 +318,7 @@ class Sampler:
         Works on a copy of the rows' state, without the features that only other rows use. Not for a
         compiled step.
         """
-        index = torch.tensor(rows, device=self.seed.device)
+        index = torch.tensor(rows).to(self.seed.device, non_blocking=True)
         part = self._copy_rows(rows, index)
         ids = part(logits)
         self.position[index] = part.position

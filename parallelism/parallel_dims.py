@@ -43,6 +43,7 @@ from parallel import (
     make_mesh,
     reshard,
     set_last_micro_batch,
+    squared_norm,
     sum_gradients,
     to_local,
     vocab_cross_entropy,
@@ -424,9 +425,10 @@ class ParallelDims:
     def scale_gradients(self, model: nn.Module, factor: float) -> None:
         if self.buckets is not None:
             self.buckets.scale_gradients(factor)
-        for p in model.parameters() if self.buckets is None else ():
-            if p.grad is not None:
-                to_local(p.grad).mul_(factor)
+            return
+        grads = [to_local(p.grad) for p in model.parameters() if p.grad is not None]
+        if grads:
+            torch._foreach_mul_(grads, factor)
 
     def clip(self, model: nn.Module, max_norm: float) -> Tensor:
         """Clip the whole model's gradient. Returns its norm before clipping (0 with
@@ -434,8 +436,8 @@ class ParallelDims:
         if self.args is not None and self.args.optimizer_in_backward:
             return torch.zeros(())
         if self.mesh is None:
-            squares = [p.grad.square().sum() for p in model.parameters() if p.grad is not None]
-            norm = torch.stack(squares).sum().sqrt()
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            norm = squared_norm(grads).sqrt()
             nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
             return norm
         if self.buckets is not None:

@@ -290,7 +290,8 @@ class DistributedOptimizer:
         """Squared norm of this rank's shards of the gradient; sum it over the group."""
         self.finish_grad_sync()
         # torch.linalg.vector_norm in fp32 is up to 6e-4 off on a CPU
-        squares = [b.master.grad.square().sum() for b in self.buckets]
+        norm2 = lambda x: x.norm(dtype=torch.float32) ** 2 if x.is_cuda else x.square().sum()
+        squares = [norm2(b.master.grad) for b in self.buckets]
         return torch.stack([x.to(squares[0].device) for x in squares]).sum()
 
     def scale_gradients(self, factor: float | Tensor) -> None:

@@ -241,6 +241,8 @@ def serve(args: GenerateConfig) -> None:
         raise ValueError(f"--serve requires {e.name}: pip install -r requirements.txt") from None
     listener = bind(args)
     service = build_service(args)
+    if service.engine.model.embed.weight.is_cuda:  # on a CPU, compiling all shapes takes minutes
+        service.engine.warm_up()
     capacity, V = service.engine.capacity, service.engine.model.config.vocab_size
     model = served_model(args, service.tokenizer, capacity, V)
     make_engine = partial(server.AsyncEngine, service)
