@@ -583,6 +583,7 @@ def apply_fsdp(
     all_gather: Any = None,
     reduce_scatter: Any = None,
     separate_head: bool = False,
+    prefetch: bool | None = None,
 ) -> None:
     """Shard parameters, gradients and optimizer states over dp_shard x cp, in place, with torch's
     fully_shard: one parameter group per block, one for the embedding, one for norm and head. With
@@ -599,6 +600,9 @@ def apply_fsdp(
     keep a secondary shard (ZeRO++'s hpZ).
     all_gather, reduce_scatter: for FSDPModule.set_custom_all_gather and _reduce_scatter.
     separate_head: norm and head are two groups, for a head not called in the model's forward.
+    prefetch: with stage 3, gather each block while the one before it runs (after it, in backward),
+    as torchtitan does with expert parallelism. Without, the gather is launched when the host gets
+    there, and it waits in each MoE layer for the tokens per expert. None: on a GPU, with experts.
     """
     _check(stage in (1, 2, 3), f"stage must be 1, 2 or 3, not {stage}")
     # inputs are not cast: they include RoPE's cos and sin, whose angles bf16 would change
@@ -624,6 +628,14 @@ def apply_fsdp(
                 module.set_custom_all_gather(all_gather)
             if reduce_scatter is not None:
                 module.set_custom_reduce_scatter(reduce_scatter)
+    if prefetch is None:
+        has_experts = any(map(is_expert_stack, model.parameters()))
+        prefetch = has_experts and mesh.dense.device_type == "cuda"
+    if prefetch and stage == 3:
+        groups = [[m for m in b.modules() if isinstance(m, FSDPModule)] for b in model.layers]
+        for this, following in zip(groups, groups[1:]):
+            this[0].set_modules_to_forward_prefetch([*this[1:], *following])  # as they are used
+            following[0].set_modules_to_backward_prefetch(this)
 
 
 def _ends(model: nn.Module, separate_head: bool) -> list[list[nn.Module | None]]:

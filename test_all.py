@@ -27734,6 +27734,54 @@ def frozen_case(rank: int, task, folder: Path) -> None:
     assert 0 < norms[0] < 0.9 * norms[1]
 
 
+def test_fsdp_prefetch_gathers_a_block_before_the_experts_of_the_one_before(tmp_path):
+    """With prefetch the all-gathers of block 1 and of its experts are launched before the host
+    waits for the routing of block 0, without it after; gradients are bitwise equal."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    def work(env) -> list:
+        events, unshard, results = [], FSDPParamGroup.unshard, []
+        mesh = parallel.make_mesh(dp_shard=2)
+
+        def recorded(group, *args) -> None:
+            if not group.is_unsharded and group._all_gather_result is None:
+                events.append(group._module_fqn)
+            unshard(group, *args)
+
+        FSDPParamGroup.unshard = recorded
+        for prefetch in (False, True):
+            torch.manual_seed(0)
+            model = M.Transformer(layout_config("moe"))
+            for i, layer in enumerate(model.layers):
+                run, note = layer.mlp.experts, partial(events.append, f"routed {i}")
+                layer.mlp.experts = lambda *args, run=run, note=note: (note(), run(*args))[1]
+            parallel.apply_fsdp(model, mesh, prefetch=prefetch)
+            model(torch.arange(32).view(2, 16) + env.rank).square().mean().backward()
+            grads = {name: p.grad.to_local() for name, p in model.named_parameters()}
+            results.append((events[:], grads))
+            events.clear()
+        return results
+
+    for (late, want), (early, got) in run_on_ranks(tmp_path, {"fsdp": work}, world=2)["fsdp"]:
+        experts = next(name for name in late if name.startswith("layers.1."))
+        for name in ("layers.1", experts):
+            assert early.index(name) < early.index("routed 0"), early
+            assert late.index(name) > late.index("routed 0"), late
+        first = [name for name in early if name.startswith("layers.0")][:2]
+        assert early.index("layers.1") > max(map(early.index, first)), early  # in order of use
+        assert bitwise_equal(got, want)
+
+
+def test_context_parallel_positions_are_copied_to_the_gpu_once():
+    """Not for each micro-batch, whose host would wait for the work of the one before."""
+    dims, transfers = L.ParallelDims(), MetaTransfers()
+    dims.args = SimpleNamespace(cp_ulysses=1, cp_method="ring")
+    dims.mesh = SimpleNamespace(size=lambda dim: 2, rank=lambda dim: 1)
+    with transfers:
+        found = [dims.positions(n, torch.device("meta")) for n in (16, 16, 8, 16)]
+    assert len(transfers.seen) == 2 and [len(x) for x in found] == [8, 8, 4, 8]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradient_norm_on_a_gpu(dtype):
     """A few launches for any number of tensors, none of which returns as much as a gradient has."""
