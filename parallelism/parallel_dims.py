@@ -110,6 +110,7 @@ class ParallelDims:
         self.tp: TensorParallel | None = None
         self.buckets: DistributedOptimizer | None = None
         self.stages: PipelineStages | None = None
+        self._positions: dict[tuple[int, torch.device], Tensor] = {}
         if args is not None:
             sizes = check(args, config, world)
         if world > 1:
@@ -369,12 +370,15 @@ class ParallelDims:
         """The positions of this rank's tokens of a sequence; None: all of them."""
         if self.size("cp") == 1:
             return None
+        if (seq_len, device) in self._positions:  # a copy to a GPU would wait for its work
+            return self._positions[seq_len, device]
         ring_rank, ulysses_rank = divmod(self.mesh.rank("cp"), self.args.cp_ulysses)
         ring_size = self.size("cp") // self.args.cp_ulysses
         own = torch.arange(seq_len)
         if ring_size > 1:
             own = cp_positions(seq_len, ring_size, ring_rank, self._placement)
-        return own.chunk(self.args.cp_ulysses)[ulysses_rank].to(device)
+        own = own.chunk(self.args.cp_ulysses)[ulysses_rank].to(device)
+        return self._positions.setdefault((seq_len, device), own)
 
     def cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Summed cross-entropy in nats of logits (B, T, V), or (B, T, V / tp) with --tp."""
