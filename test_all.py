@@ -30529,6 +30529,34 @@ def test_recovery_waiting_thread_is_recognized(files, line, waits, tmp_path):
     assert seen == [waits] and not RE._is_waiting(None)
 
 
+@pytest.mark.parametrize(
+    "status, line, waits",
+    [
+        ([(9, 8, 8), (4, 4, 4)], "x.item()", False),  # launched, but its own kernels run
+        ([(9, 8, 8), (4, 4, 3)], "x.tolist()", True),
+        ([(9, -1, 8)], "x.cpu()", True),  # starts are not recorded
+        ([(8, -1, 8)], "x.cpu()", False),
+        ([(8, 8, 8)], "x.wait()", True),  # for a gloo collective
+        ([], "x.item()", True),  # no recorder
+    ],
+)
+def test_recovery_waiting_for_the_own_gpu_is_work(status, line, waits, tmp_path, monkeypatch):
+    """By the last collective of each group that NCCL has launched, started and completed."""
+    names = "last_enqueued_collective", "last_started_collective", "last_completed_collective"
+    groups = {str(i): dict(zip(names, map(str, at))) for i, at in enumerate(status)}
+    dump = lambda includeCollectives: json.dumps({"pg_status": groups} if groups else {}).encode()
+    at = torch._C._distributed_c10d
+    monkeypatch.setattr(at, "_dump_nccl_trace_json", dump, raising=False)
+    seen, path, space = [], tmp_path / "loop.py", {}
+    x = type("X", (), {"__getattr__": lambda self, name: look})()
+    look = lambda: seen.append(RE._is_waiting(sys._getframe(1)))
+    path.write_text(f"def run(x):\n    {line}\n")
+    exec(compile(path.read_text(), str(path), "exec"), space)
+    linecache.clearcache()
+    space["run"](x)
+    assert seen == [waits]
+
+
 def test_recovery_stragglers():
     """Ranks busy more than 10% of the time longer than the median are named, and only they."""
     assert RE.stragglers([(0.0, 1.0)]) is None and RE.stragglers([(0.0, 0.0)] * 2) is None

@@ -451,12 +451,13 @@ SAMPLE_INTERVAL = 0.01  # seconds between samples of the watched thread's stack
 MAX_RANKS_LISTED = 16  # in a report
 STORE_TIMEOUT = 5.0  # seconds
 COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
-WAITING = re.compile(r"\.(wait|wait_tensor(\.default)?|synchronize|item|tolist|cpu)\(")
+WAITING = re.compile(r"\.(wait|wait_tensor(\.default)?)\(")
+WAITING_FOR_GPU = re.compile(r"\.(synchronize|item|tolist|cpu)\(")
 
 
 def _is_waiting(frame: FrameType | None) -> bool:
     """Whether the thread with this innermost frame waits for other ranks: in a collective of
-    torch.distributed, or at a line that waits for one, or for the GPU, as with NCCL. A wait inside
+    torch.distributed, at a line that waits for one, or for a GPU that is in one. A wait inside
     other C++ code, such as DDP's reducer in backward, counts as work."""
     while frame is not None and frame.f_code.co_filename.endswith("torch/_ops.py"):
         frame = frame.f_back
@@ -465,7 +466,23 @@ def _is_waiting(frame: FrameType | None) -> bool:
     path = frame.f_code.co_filename
     if path.endswith(COLLECTIVES):
         return True
-    return bool(WAITING.search(linecache.getline(path, frame.f_lineno or 0)))
+    line = linecache.getline(path, frame.f_lineno or 0)
+    return bool(WAITING.search(line) or (WAITING_FOR_GPU.search(line) and _in_nccl_collective()))
+
+
+def _in_nccl_collective() -> bool:
+    """Whether NCCL's flight recorder, which looks every 100 ms, has last seen the GPU in a
+    collective, and not in kernels before one. True without a recorder: a gloo run, or unknown. It
+    sees the start of a collective with TORCH_NCCL_ENABLE_TIMING=1, else only its launch."""
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
+    groups = json.loads(dump(includeCollectives=False)).get("pg_status") if dump else None
+    for status in groups.values() if groups else ():
+        launched, started, done = (
+            int(status[f"last_{name}_collective"]) for name in ("enqueued", "started", "completed")
+        )
+        if (launched if started < 0 else started) > done:
+            return True
+    return not groups
 
 
 def _stack(frame: FrameType | None, depth: int = 16) -> str:
