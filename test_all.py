@@ -29425,6 +29425,33 @@ def test_train_scale_the_wait_for_data_is_that_of_the_slowest_rank(
     assert len(rows) == 3 and all(row["data_wait"] >= 0.2 for row in rows)
 
 
+def test_train_batches_for_a_gpu_are_read_ahead(monkeypatch):
+    """Each batch is that of its step, also after a jump; the next one is read before it is asked
+    for, by one reader at a time, whose error is raised in its own step."""
+    reading, asked = threading.Lock(), []
+
+    def rows(step: int, ids) -> torch.Tensor:
+        assert reading.acquire(blocking=False), "two readers"
+        asked.append(step)
+        time.sleep(0.01)
+        reading.release()
+        if step == 9:
+            raise OSError("no row")
+        return torch.tensor([step, *ids])
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: t)
+    gpu = SimpleNamespace(device=torch.device("cuda"))
+    objective = STEP.NextToken(rows, [5, 6], env=gpu)
+    for step in (0, 1, 2, 7, 8):  # 3 is read in vain
+        assert objective.batch(step).tolist() == [step, 5, 6]
+    wait_until(lambda: asked == [0, 1, 2, 3, 7, 8, 9])
+    with pytest.raises(OSError, match="no row"):
+        objective.batch(9)
+    asked.clear()
+    on_cpu = STEP.NextToken(rows, [5, 6], env=SimpleNamespace(device=torch.device("cpu")))
+    assert on_cpu.batch(4).tolist() == [4, 5, 6] and asked == [4]
+
+
 def test_train_scale_the_time_of_a_step_includes_the_update(train_runs, tmp_path, monkeypatch):
     """A GPU has only queued the update when optimizer.step() returns: here it ends 0.3 s later,
     when a result is read."""

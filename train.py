@@ -166,7 +166,7 @@ def train(config: TrainConfig) -> None:
             step = callbacks.before_step(step)  # a replica group may be behind the others
             callbacks.phase(step + 1, "data")
             speed.start()
-            batch = objective.batch(step).to(env.device)
+            batch = objective.batch(step).to(env.device, non_blocking=True)
             data_wait = speed.elapsed()
 
             callbacks.phase(step + 1, "forward and backward")

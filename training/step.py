@@ -16,8 +16,10 @@ if __name__ == "__main__":
 
 import contextlib
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from typing import Any, Protocol
@@ -138,10 +140,31 @@ class NextToken:
     seq_len: int = 0
     env: DistEnv | None = None
     layout: ParallelDims = SINGLE_PROCESS
+    ahead: dict[int, Future] = field(default_factory=dict)  # by step
     row = {}
 
     def batch(self, step: int) -> Tensor:
-        return self.rows(step, self.local_ids)
+        """For a GPU, a thread reads the rows of the next step into pinned memory meanwhile."""
+        if self.env is None or self.env.device.type == "cpu":
+            return self.rows(step, self.local_ids)
+        if step not in self.ahead:
+            wait(self.ahead.values())  # one reader at a time
+            self.ahead = {step: self._read(step)}
+        batch = self.ahead.pop(step).result()
+        self.ahead[step + 1] = self._read(step + 1)
+        return batch
+
+    def _read(self, step: int) -> Future:
+        future: Future = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(self.rows(step, self.local_ids).pin_memory())
+            except Exception as e:  # raised in the step that needs them
+                future.set_exception(e)
+
+        threading.Thread(target=run, name="data", daemon=True).start()  # may wait for data at exit
+        return future
 
     def count(self, batch: Tensor) -> Tensor:
         return count_targets(batch, self.layout)
