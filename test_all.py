@@ -17848,8 +17848,10 @@ def test_offload_unsupported_states_stay_in_memory(tmp_path):
 
 
 class LateCopies(TorchDispatchMode):
-    """torch.cuda on a CPU, with one stream: copies under it happen when something waits for them,
-    not before."""
+    """A stream of torch.cuda, on a CPU: copies under it happen when something waits for them, not
+    before."""
+
+    device = "cpu"
 
     def __init__(self):
         super().__init__()
@@ -17867,11 +17869,16 @@ class LateCopies(TorchDispatchMode):
             copy_()
         self.done = max(self.done, to)
 
-    def Event(self):
-        event = SimpleNamespace(at=0, synchronize=lambda: self.run(event.at))
-        is_current = lambda: torch.utils._python_dispatch._get_current_dispatch_mode() is self
-        event.record = lambda: setattr(event, "at", len(self.queue) if is_current() else 0)
-        return event
+    class Event:
+        stream, at = None, 0
+
+        def record(self) -> None:
+            self.stream = torch.utils._python_dispatch._get_current_dispatch_mode()
+            self.at = len(self.stream.queue)
+
+        def synchronize(self) -> None:
+            if self.stream is not None:
+                self.stream.run(self.at)
 
     def wait_stream(self, main) -> None:  # for gradients
         assert self.done == len(self.queue)
@@ -17881,20 +17888,21 @@ class LateCopies(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_offload_gpu_copies_are_synchronized(dtype, monkeypatch):
     """Through pinned buffers, with copies as late as events allow: the same weights."""
-    side, model, peer = LateCopies(), off_model(dtype), off_model(dtype)
+    streams, model, peer = (LateCopies(), LateCopies()), off_model(dtype), off_model(dtype)
     optimizer = OF.OffloadedOptimizer(off_groups(model.parameters()), OFF_ADAM)
     resident = Resident(peer, OFF_ADAM)
     main = SimpleNamespace(wait_stream=lambda s: s.run(len(s.queue)))
-    fake = SimpleNamespace(Event=side.Event, Stream=LateCopies, stream=lambda stream: stream)
+    fake = SimpleNamespace(Event=LateCopies.Event, stream=lambda stream: stream)
     fake.current_stream = lambda device: main
     monkeypatch.setattr(OF.torch, "cuda", fake)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: t)
-    optimizer._stream, side.device = side, "cpu"
-    optimizer._slots = [OF._Slot(4 * 33 * 17, side) for _ in range(2)]
+    optimizer._streams = streams
+    optimizer._slots = [OF._Slot(4 * 33 * 17, *streams) for _ in range(2)]
     off_train(model, optimizer, range(3)), off_train(peer, resident, range(3))
     resident.assert_equal(model, optimizer)
-    assert len(side.queue) == 2 * 5 * 3 and side.most >= 2  # one ahead
-    assert side.waits == 3
+    for stream in streams:  # gradients, weights
+        assert len(stream.queue) == 5 * 3 and stream.most >= 2  # one ahead
+        assert stream.waits == 3
 
 
 def test_offload_of_fully_shard(tmp_path):

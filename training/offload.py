@@ -108,13 +108,13 @@ class OptimizerInBackward:
 
 
 class _Slot:
-    """Pinned buffers used by every second parameter, for copies on a side stream. Copies run in
-    order: when a gradient has arrived, the weights sent two parameters earlier have left the
-    buffer."""
+    """Pinned buffers used by every second parameter, for gradients on the stream `down` and, at
+    the same time, weights on the stream `up`."""
 
-    def __init__(self, nbytes: int, stream: torch.cuda.Stream):
+    def __init__(self, nbytes: int, down: torch.cuda.Stream, up: torch.cuda.Stream):
         self.down, self.up = (torch.empty(nbytes, dtype=torch.uint8).pin_memory() for _ in "du")
-        self.stream, self.arrived = stream, torch.cuda.Event()
+        self.down_stream, self.up_stream = down, up
+        self.arrived, self.left = torch.cuda.Event(), torch.cuda.Event()
 
     @staticmethod
     def _as(memory: Tensor, like: Tensor) -> Tensor:
@@ -123,16 +123,18 @@ class _Slot:
     def fetch(self, grad: Tensor) -> Callable[[], Tensor]:
         """Start copying to the host; the result waits for the copy and returns it."""
         buffer = self._as(self.down, grad)
-        with torch.cuda.stream(self.stream):
+        with torch.cuda.stream(self.down_stream):
             buffer.copy_(grad, non_blocking=True)
             self.arrived.record()
         return lambda: self.arrived.synchronize() or buffer
 
     def send(self, master: Tensor, p: Tensor) -> None:
-        """Start copying master to p, in p's dtype."""
+        """Start copying master to p, in p's dtype, when the weights sent before have left."""
+        self.left.synchronize()
         buffer = self._as(self.up, p).copy_(master)
-        with torch.cuda.stream(self.stream):
+        with torch.cuda.stream(self.up_stream):
             p.copy_(buffer, non_blocking=True)
+            self.left.record()
 
 
 class _HostState:
@@ -270,11 +272,11 @@ class OffloadedOptimizer:
         optimizers = [h.optimizer for h in self._host_states.values()]
         self.param_groups = [g for optimizer in optimizers for g in optimizer.param_groups]
         self.state = _StateMapping(self._host_states)
-        self._slots, self._stream, device = [], None, devices.pop()
+        self._slots, self._streams, device = [], [], devices.pop()
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)
+            self._streams = [torch.cuda.Stream(device) for _ in range(2)]
             most = max(_local(p.detach()).nbytes for p in self._host_states)
-            self._slots = [_Slot(most, self._stream) for _ in range(2)]
+            self._slots = [_Slot(most, *self._streams) for _ in range(2)]
 
     def _fetch(self, params: list[Parameter], i: int) -> Callable[[], Tensor] | None:
         """Start copying the gradient of params[i] to the host; returns a function that waits."""
@@ -287,8 +289,8 @@ class OffloadedOptimizer:
     def step(self) -> None:
         """Step all parameters that have a gradient; gradients are kept until zero_grad."""
         params = [p for p in self._host_states if p.grad is not None]
-        if self._slots:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        for stream in self._streams:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
         next_grad = self._fetch(params, 0)
         for i, p in enumerate(params):
             grad, next_grad = next_grad, self._fetch(params, i + 1)
@@ -301,8 +303,8 @@ class OffloadedOptimizer:
                     self._slots[i % 2].send(host_state.master, _local(p.detach()))
                 else:
                     _local(p.detach()).copy_(host_state.master)
-        if self._slots:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        for stream in self._streams:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
 
     def zero_grad(self) -> None:
         for p in self._host_states:
