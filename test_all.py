@@ -21293,6 +21293,21 @@ ZERO_TRAIN |= {
 ZERO_LIMIT = {torch.float64: 1e-12, torch.float32: 1e-6}
 
 
+def zero_check_local_state(env, case, optimizer, names, state) -> None:
+    """What is on each rank, together, is each element of the whole state once."""
+    moments = [m for m, x in next(iter(optimizer.optimizer.state.values())).items() if x.dim()]
+    local = optimizer.local_state(moments, case.steps)
+    parts = [None] * env.world
+    dist.all_gather_object(parts, {names[p]: part for p, part in local.items()})
+    for name, whole in state.items():
+        own = [part[name] for part in parts if name in part]
+        found = sorted(i for elements, _ in own for i in elements)
+        assert found == [*range(whole[moments[0]].numel())]
+        for elements, values in own:
+            for m, x in values.items():
+                assert torch.equal(x.cpu(), whole[m].flatten()[elements.start : elements.stop])
+
+
 def zero_train(env, case):
     """After the steps weights, norms and optimizer states equal one process's, weights on all ranks
     to the bit; bf16 weights are the rounded fp32 masters, exact on two ranks."""
@@ -21304,6 +21319,7 @@ def zero_train(env, case):
     names = {p: n for n, p in model.named_parameters()}
     state = {names[p]: s for p, s in optimizer.gather_state().items()}
     assert bool(state) == (env.rank == 0)
+    zero_check_local_state(env, case, optimizer, names, state)
     weights, every = dict(model.state_dict()), [None] * env.world
     dist.all_gather_object(every, weights)
     assert all(bitwise_equal(each, weights) for each in every)
@@ -29704,6 +29720,21 @@ def flip_byte(path, at):
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (4, 3), (1, 5), (3, 2, 4), (2, 3, 1, 2)])
+def test_checkpoint_flat_regions_of_any_range(shape):
+    """Each range of the elements is copied to its place in the full tensor, in few blocks."""
+    full = torch.arange(math.prod(shape)).view(shape)
+    for start, stop in combinations(range(full.numel() + 1), 2):
+        local, got = full.flatten()[start:stop], torch.full_like(full, -1)
+        blocks = CK.flat_regions(shape, range(start, stop))
+        sharded = CK.ShardedTensor(local, shape, blocks)
+        for at, chunk in sharded.chunks.items():
+            got[tuple(slice(i, i + n) for i, n in zip(at, chunk.shape))] = chunk
+        want = torch.full_like(full, -1)
+        want.view(-1)[start:stop] = local
+        assert torch.equal(got, want) and len(blocks) <= max(1, 2 * len(shape) - 1)
 
 
 def test_checkpoint_buffers_on_a_gpu(tmp_path, monkeypatch):

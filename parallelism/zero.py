@@ -327,6 +327,27 @@ class DistributedOptimizer:
         for bucket in self.buckets:
             bucket.master.copy_(bucket.shard)
 
+    def local_state(
+        self, names: Iterable[str], step: float
+    ) -> dict[Parameter, tuple[range, dict[str, Tensor]]]:
+        """The optimizer's states `names`, created as zeros if missing, without a copy or a
+        collective: {parameter: (the elements of it, flattened, whose state is on this rank, {name:
+        their state, 1-D})}. step: the number of steps done."""
+        found = {}
+        for b in self.buckets:
+            state = self.optimizer.state[b.master]
+            state.setdefault("step", torch.zeros((), device=b.master.device)).fill_(step)
+            for name in names:
+                state.setdefault(name, torch.zeros_like(b.master))
+            first = dist.get_rank(self.group) * len(b.shard)
+            for p, span in b.spans.items():
+                own = range(max(span.start, first), min(span.stop, first + len(b.shard)))
+                if own:
+                    at = slice(own.start - first, own.stop - first)
+                    elements = range(own.start - span.start, own.stop - span.start)
+                    found[p] = elements, {name: state[name][at] for name in names}
+        return found
+
     @torch.no_grad()
     def gather_state(self) -> dict[Parameter, dict[str, Any]]:
         """On the group's first rank {parameter: {"step", "exp_avg", ...}}, unsharded, on the CPU,

@@ -172,6 +172,31 @@ def regions(shape: Sequence[int], dim_indices: Sequence[Sequence[range]]) -> lis
     ]
 
 
+def flat_regions(shape: Sequence[int], elements: range) -> list[Block]:
+    """Blocks of a 1-D local tensor that has a range of the elements of the full, flattened tensor.
+
+    >>> flat_regions((4, 3), range(2, 10))  # the end of row 0, rows 1 and 2, the start of row 3
+    [((0, 2), slice(0, 1), (1, 1)), ((1, 0), slice(1, 7), (2, 3)), ((3, 0), slice(7, 8), (1, 1))]
+    """
+    if not shape:
+        return [((), slice(0, 1), ())]
+    size, blocks, at = math.prod(shape[1:]), [], elements.start
+    while at < elements.stop:
+        row, column = divmod(at, size)
+        rows = 0 if column else (elements.stop - at) // size
+        if rows:
+            n, parts = rows * size, [((0,) * len(shape[1:]), slice(0, rows * size), shape[1:])]
+        else:
+            n = min(size - column, elements.stop - at)
+            parts = flat_regions(shape[1:], range(column, column + n))
+        start = at - elements.start
+        for offsets, index, sizes in parts:
+            index = slice(start + index.start, start + index.stop)
+            blocks.append(((row, *offsets), index, (max(rows, 1), *sizes)))
+        at += n
+    return blocks
+
+
 @dataclass(frozen=True)
 class CheckpointInfo:
     """A checkpoint on disk: the number of steps done, the caller's metadata, its folder."""

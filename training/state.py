@@ -29,6 +29,7 @@ from training.checkpoint import (
     Checkpoints,
     ShardedTensor,
     checkpoint_path,
+    flat_regions,
     list_steps,
     read_full_tensors,
     read_user_metadata,
@@ -112,32 +113,25 @@ class TrainState:
         }
 
     def sharded_state_dict(self) -> dict[str, ShardedTensor]:
-        """This rank's part of each full tensor, for a checkpoint. Collective."""
+        """This rank's part of each full tensor, for a checkpoint."""
         tensors = self._local_sharded_tensors()
         if self.layout.buckets is None or not self.updates:
             return tensors
         names = {p: self.layout.checkpoint_name(name) for name, p in self.trainable.items()}
-        whole = lambda x: ShardedTensor(x, x.shape, [((0,) * x.dim(), ())])
-        for p, state in self.layout.buckets.gather_state().items():  # on rank 0
-            tensors |= {f"{m}.{names[p]}": whole(x) for m, x in state.items() if x.dim()}
+        local = self.layout.buckets.local_state(next(iter(self.moments.values())), self.updates)
+        for p, (elements, state) in local.items():
+            blocks = flat_regions(p.shape, elements)
+            for moment, x in state.items():
+                tensors[f"{moment}.{names[p]}"] = ShardedTensor(x, p.shape, blocks)
         return tensors
 
     @torch.no_grad()
     def load(self, saver: Checkpoints, found: CheckpointInfo) -> None:
         """Load a checkpoint, bit for bit. Collective."""
-        self.updates, buckets = found.metadata["updates"], self.layout.buckets
-        tensors, states = self._local_sharded_tensors(), {}
-        if buckets is not None and self.updates:
-            for name, p in self.trainable.items():
-                states[p] = {m: torch.empty(p.shape) for m in self.moments[p]}
-                at = [((0,) * p.dim(), ())]
-                full = {f"{m}.{name}": x for m, x in states[p].items()}
-                tensors |= {name: ShardedTensor(x, p.shape, at) for name, x in full.items()}
+        self.updates = found.metadata["updates"]
+        tensors = self.sharded_state_dict()
         optional = ["outer.state"] if "outer" in found.metadata else []  # DiLoCoWorker loads it
         saver.load(found, tensors, optional=optional)
-        if states:
-            step = torch.tensor(float(self.updates))
-            buckets.load_state({p: {"step": step, **state} for p, state in states.items()})
         self.sync_after_load()
         if self.config is not None:
             self.load_metadata(found.metadata, found.step)
