@@ -180,6 +180,7 @@ class Decoder:
         self.run = self._compile() if compiled else lambda: self._step(self.num_cached + 1)
         self.weight_bytes = weight_bytes(model, batch)
         self.speculator: Any = None  # a drafting.Speculator, which then runs the steps
+        self.broadcast: Callable[[Tensor], Any] | None = None  # of rank 0's tokens, with --ep
 
     def start(self, ids: Sequence[int], cached: int = 0) -> list[list[int]]:
         """Prefill the prompt `ids`, of which the first `cached` are in the cache already; returns
@@ -228,6 +229,8 @@ class Decoder:
         if self.logits is not None:
             self.logits.copy_(logits)
         self.token.copy_(self.sampler(logits)[:, None])
+        if self.broadcast is not None:  # logits of other ranks may be rounded otherwise
+            self.broadcast(self.token)
 
     def _step(self, limit: int | None = None) -> None:
         attend = self.attention(self.cache, limit)
@@ -418,6 +421,8 @@ def build_decoder(
         if not str(e).startswith("logit_bias"):
             raise
         raise ValueError(f"--set logit_bias {str(e).partition(' ')[2]}") from None
+    if args.ep and dist.is_initialized():
+        decoder.broadcast = partial(dist.broadcast, src=0)
     if (args.pp or 1) > 1:
         from parallelism.pipeline_inference import PipelineDecoder
 

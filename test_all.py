@@ -25052,6 +25052,16 @@ def write_expert_load(folder: Path) -> Path:
     return path
 
 
+def test_generate_ep_ranks_use_the_tokens_of_rank_0():
+    """Each rank computes its own logits, which may be rounded otherwise: one broadcast per step."""
+    sent, decoder = [], G.Decoder(random_model(tiny()), 40, GREEDY, batch=2)
+    decoder.broadcast = lambda token: sent.append(token.clone()) or token.fill_(7)  # from rank 0
+    runs = [decoder.start([1, 2, 3]), *(decoder.next() for _ in range(4))]
+    assert runs == [[[7], [7]]] * 5 and [t.shape for t in sent] == [(2, 1)] * 5
+    plain = G.Decoder(decoder.model, 40, GREEDY)
+    assert sent[1][0] == spec_run(plain, [1, 2, 3, 7], 1)[0][0]  # the next step reads rank 0's
+
+
 def test_generate_ep_must_divide_the_experts():
     """8 experts on 3 ranks are rejected unless --set expert_load or --set num_redundant_experts is
     given."""
