@@ -10591,15 +10591,25 @@ def test_drafting_chat_keeps_its_cache():
             assert tokens == expected and abs(n_cached - n_plain) <= 1
 
 
+def first_layers(model: M.Transformer, n: int) -> M.Transformer:
+    """A copy with the first n layers: quick to compile."""
+    moe_layers = tuple(i for i in model.config.moe_layers if i < n)
+    copied = M.Transformer(replace(model.config, n_layers=n, moe_layers=moe_layers))
+    names = copied.state_dict().keys()
+    copied.load_state_dict({k: v for k, v in model.state_dict().items() if k in names})
+    return copied.eval().requires_grad_(False)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ngram", "draft", "exit", "mtp", "head"])
-def test_drafting_compiled_equals_eager(kind, tmp_path):
+def test_drafting_compiled_equals_eager(kind, tmp_path, monkeypatch):
     """--compile: verification steps, and the drafters' own, in static shapes give the same text;
     all are compiled when the decoder is built."""
-    model, ids = copy.deepcopy(spec_target("moe" if kind == "mtp" else "dense")), spec_prompts(6)[5]
+    model = first_layers(spec_target("moe" if kind == "mtp" else "dense"), 2)
+    ids, k = spec_prompts(6)[5], "auto" if kind == "ngram" else "2"
+    monkeypatch.setattr(D, "MAX_DRAFT_TOKENS", 3)  # every k is a graph of the target's
     expected = spec_run(G.Decoder(model, 90, GREEDY), ids, 50)
-    k = "auto" if kind in ("ngram", "mtp") else "4"  # every k is a graph of the target's
-    more = dict(draft=copy.deepcopy(spec_draft()), head=random_head(tmp_path, model.config.dim))
+    more = dict(draft=first_layers(spec_draft(), 1), head=random_head(tmp_path, model.config.dim))
     with torch.inference_mode():  # as generate.py builds it: graphs depend on this mode
         decoder = spec_decoder(model, kind, GREEDY, 90, "--speculate-k", k, "--compile", **more)
     torch._dynamo.utils.counters.clear()  # compile time would count as a step
@@ -16153,9 +16163,10 @@ def mm(dtype, scales=0, M=256, N=512, K=1024, half=0.5, tree=None, b=None):
     X.gemm(a, b, most if tree is None else tree, **scales)
 
 def compile_all(arch):
-    for dtype in (bf, h, f32):
+    for dtype in (bf, h, f32) if arch == 90 else (bf, f32):
+        groups = ((4, 32), (4, 64)) if (dtype, arch) == (bf, 90) else ()
         for M in (1, 2, 32, 64):
-            for bits, group in ((8, None), (4, 32), (4, 64), (4, 128)):
+            for bits, group in ((8, None), (4, 128), *groups):
                 wo(bits, M, group, dtype)
     wo(8, 1, K=4112), wo(8, 16, K=4100), wo(4, 1, 64, K=11008), wo(4, 16, 32, K=4128)
     wo(4, 17, 32, n_splits=2), wo(4, 1, 32, N=1024, n_splits=2, bias=torch.zeros(1024))
@@ -16173,21 +16184,20 @@ def compile_all(arch):
 @pytest.mark.skipif(not X.INTERPRET, reason="needs Triton and no GPU")
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_gemm_kernels_compile_for_gpus(arch, tmp_path):
-    """The kernels compile for Ampere, Hopper and Blackwell within their shared memory; other sizes
-    of the same kind, and other constants in an epilogue, do not recompile. A flat GEMM loads
-    the next tiles during a matmul."""
+    """All kernels compile for Hopper, and the largest for Ampere and Blackwell, within their shared
+    memory; other sizes of the same kind, and other constants in an epilogue, do not recompile. A
+    flat GEMM loads the next tiles during a matmul."""
+    flat = ["wo(8, 16), wo(4, 16, 32)", "flat = X._skinny_gemm_kernel.device_caches[0][0].values()"]
+    flat += ["assert ['async_copy_global_to_local' in k.asm['ttgir'] for k in flat] == [True] * 2"]
     again = ["n = len(built)", "wo(4, 24, 32, N=8192, K=8192, n_splits=2)"]
     again += ["mm(bf, M=512, K=2048, half=0.25)", "assert len(built) == n, built[n:]"]
     imports = "import attention as A\nfrom quantization import gemm as X\n"
     code = COMPILE.replace("import attention as A\n", imports)
     code = code.replace("busy = dict", GEMM_COMPILE + "\nbusy = dict", 1)
     code = code.replace("    eval(case)", "    exec(case)")
-    printed = compile_kernels(code, tmp_path, arch, "compile_all(arch)", *again)
+    printed = compile_kernels(code, tmp_path, arch, *flat, "compile_all(arch)", *again)
     kernels = ("gemm", "gemv", "reduce_splits", "skinny_gemm")
     assert printed.strip() == str([f"_{name}_kernel" for name in kernels])
-    compile_kernels(code, tmp_path / "flat", arch, "wo(8, 16), wo(4, 16, 32)")
-    flat = [path.read_text() for path in tmp_path.rglob("flat/**/_skinny_gemm_kernel.ttgir")]
-    assert len(flat) == 2 and all("async_copy_global_to_local" in text for text in flat)
 
 
 # --------------------------------------------------------------------------------------------------
