@@ -9524,14 +9524,51 @@ def test_files_run_alone_in_an_empty_folder(name, call, triton, words, tmp_path)
     copies = [tmp_path / path.name for path in files]
     for path, copied in zip(files, copies):
         shutil.copy(path, copied)
-    program = f"import runpy; runpy.run_path('{name}.py', run_name='__main__')"
+    program = f"runpy.run_path('{name}.py', run_name='__main__')"
     call = f"import {name}; {name}.{call}" if call.startswith("check") else call or program
     hide = "import sys; sys.modules['triton'] = None; " if triton == "missing" else ""
-    env = dict(PYTHONPATH=str(tmp_path), TRITON_INTERPRET=str(int(triton == "interpreted")))
-    done = run("-c", hide + call, cwd=tmp_path, env=env)
+    env = dict(TRITON_INTERPRET=str(int(triton == "interpreted")))
+    done = run_alone(hide + call, tmp_path, **env)
     words = words.replace("KIND", TRITON_MODES[triton])
     assert done.returncode == 0 and re.search(words, done.stdout), (done.stdout, done.stderr)
     assert set(tmp_path.iterdir()) <= {*copies, tmp_path / "__pycache__"}
+
+
+ALONE = """
+import os, runpy, sys, torch
+folder, repo = {folder!r}, {repo!r}
+for fd in (1, 2):
+    os.dup2(os.open(f"{out}.{{fd}}", os.O_CREAT | os.O_WRONLY), fd)
+os.chdir(folder)
+os.environ |= {env!r}
+sys.path[:] = [folder, *(path for path in sys.path if path not in ("", repo))]
+sys.argv[1:] = []
+torch.set_num_threads(1)
+{code}
+"""
+PRELOADED = multiprocessing.get_context("forkserver")
+PRELOADED.set_forkserver_preload(["torch"])
+
+
+def run_alone(code: str, folder: Path, ranks: int = 0, **env: str) -> subprocess.CompletedProcess:
+    """Run code in `folder` without this project on the path, once or on ranks, in processes forked
+    from one that has imported torch and nothing else: importing it is most of their time."""
+    started, port = [], free_port()
+    for rank in range(ranks or 1):
+        own = env
+        if ranks:
+            own = env | dict(RANK=f"{rank}", LOCAL_RANK=f"{rank}", WORLD_SIZE=f"{ranks}")
+            own |= dict(MASTER_ADDR="localhost", MASTER_PORT=f"{port}")
+        out = folder.with_name(f"{folder.name}-{ranks}-{rank}")
+        whole = ALONE.format(folder=str(folder), repo=str(REPO), out=out, env=own, code=code)
+        started.append((PRELOADED.Process(target=exec, args=(whole, {})), out))
+        started[-1][0].start()
+    for process, _ in started:
+        process.join(240)
+        process.kill()
+    code = max((process.exitcode for process, _ in started), key=abs)
+    texts = ["".join(Path(f"{out}.{fd}").read_text() for _, out in started) for fd in (1, 2)]
+    return subprocess.CompletedProcess(folder, code, *texts)
 
 
 IMPORT_ALONE = """
@@ -9567,12 +9604,17 @@ def test_files_without_imports_import_alone(tmp_path):
 )
 def test_files_run_alone_under_torchrun(name, tmp_path):
     """Copied into an empty folder, files that need ranks pass their check and print their table
-    under torchrun; without it they name the command."""
+    on two, one of them under torchrun itself; without it they name the command."""
     shutil.copy(FILES[name], tmp_path)
-    done = run(f"{name}.py", cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
+    program = f"runpy.run_path('{name}.py', run_name='__main__')"
+    done = run_alone(program, tmp_path)
     assert done.returncode == 1 and "torchrun --standalone" in done.stderr and not done.stdout
     assert done.stderr.count("\n") == 1
-    done = run(*TORCHRUN, "2", f"{name}.py", cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
+    if name == "parallel":
+        argv, env = (*TORCHRUN, "2", f"{name}.py"), {"PYTHONPATH": str(tmp_path)}
+        done = run(*argv, cwd=tmp_path, env=env)
+    else:
+        done = run_alone(program, tmp_path, 2)
     assert done.returncode == 0 and len(done.stdout.splitlines()) >= 2, done.stderr
 
 
