@@ -5503,7 +5503,8 @@ def test_engine_warm_up_captures_every_step(drafts, config, monkeypatch):
 @pytest.mark.slow
 def test_engine_compiled_steps_change_no_token():
     """Compiled steps of few shapes give the same tokens."""
-    model, (prompts, counts) = paged_model(), paged_requests(5)
+    model = paged_probe(first_layers(random_model(PAGED_CONFIGS["gqa"]), 2))
+    prompts, counts = paged_requests(5)
     engine = paged_engine(model, num_blocks=60, max_num_seqs=2, compile=True)
     outputs = paged_serve(engine, prompts, [*map(greedy, counts)])
     assert [o.token_ids for o in outputs] == paged_greedy(model, prompts, counts)
@@ -6959,7 +6960,10 @@ def test_quantize_works_in_every_mode_of_generate(tmp_path, capsys):
     requests, text, flags = tmp_path / "in.jsonl", tmp_path / "text.py", ["--quantize", "int4"]
     requests.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in ("def f(", "class A:")))
     text.write_text(Path(statistics.__file__).read_text()[:3000])
-    ask = lambda line: quantize_main(capsys, *flags, *line.split())
+    HF.save_checkpoint(first_layers(HF.load_checkpoint(SMALL), 2).bfloat16(), tmp_path)
+    shutil.copy(SMALL / "tokenizer.model", tmp_path)
+    shallow = [*flags, "--checkpoint", tmp_path]
+    ask = lambda line: quantize_main(capsys, *shallow, *line.split())
     short, same = "--max-new-tokens 6 --temperature 0", ["", "--attention flash"]
     same += ["--compile"] if has_compiler() else []
     answers = [json.loads(ask(f"class {short} --json --dtype fp32 {more}")) for more in same]
@@ -10404,7 +10408,7 @@ def sampled_p_value(kind, samples, tmp_path, k="3") -> float:
     "kind, samples",
     [("draft", 12_000), ("tree", 12_000)]
     + [
-        pytest.param(kind, 3600 if kind == "staged" else 60_000, marks=pytest.mark.slow)
+        pytest.param(kind, 3600 if kind == "staged" else 24_000, marks=pytest.mark.slow)
         for kind in SPEC_KINDS
     ],
 )
@@ -10436,7 +10440,7 @@ def test_drafting_mistakes_fail_the_chi_square(mistake, tmp_path, monkeypatch):
     assert sampled_p_value(kind, samples, tmp_path, "4" if kind == "tree" else "3") < SPEC_WRONG
 
 
-@pytest.mark.parametrize("samples", [6000, pytest.param(40_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("samples", [6000, pytest.param(24_000, marks=pytest.mark.slow)])
 def test_drafting_in_batches_has_the_target_distribution(samples):
     """Rows with different sampling settings in one batch, by rejection sampling: chi-square over
     three tokens."""
@@ -17606,7 +17610,7 @@ def test_optimizers_mup_factors():
 
 @pytest.mark.slow
 def test_optimizers_mup_keeps_the_best_learning_rate():
-    """With muP the best rate is that of one 8 times as wide, without it 4 or more times as
+    """With muP the best rate is that of one 4 times as wide, without it 4 or more times as
     large."""
 
     def final_loss(width: int, lr: float, mup: bool) -> float:
@@ -17639,9 +17643,9 @@ def test_optimizers_mup_keeps_the_best_learning_rate():
         loss, exponent = min((final_loss(width, 2.0**e, mup), e) for e in range(-11, -4))
         return exponent, loss
 
-    rates, lowest = zip(*(best(width, True) for width in (64, 128, 256, 512)))
+    rates, lowest = zip(*(best(width, True) for width in (64, 128, 256)))
     assert max(rates) - min(rates) <= 1 and list(lowest) == sorted(lowest, reverse=True)
-    assert best(64, False)[0] - best(512, False)[0] >= 2
+    assert rates[0] - best(256, False)[0] >= 2
 
 
 for a, b in (("float32", "float16"), ("float64", "bfloat16"), ("bfloat16", "bfloat16")):
@@ -29201,7 +29205,7 @@ def test_train_scale_plot(finished, train_runs, tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "ranks, flags, rows", [(1, "", 12), (1, "--recompute selective", 24), (2, "--zero 3", 12)]
+    "ranks, flags, rows", [(1, "", 12), (1, "--recompute selective", 24), (2, "--zero 3", 8)]
 )
 def test_train_scale_dry_run_predicts_the_peak_memory(ranks, flags, rows, corpus, tmp_path, capsys):
     """--dry-run is within 10% of what a process takes whose allocator gives back freed memory."""
@@ -29693,7 +29697,8 @@ TRAIN_LAYOUTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in TRAIN_LAYOUTS if name != "one"])
 def test_train_scale_a_run_resumes_under_any_other_layout(name, train_runs, tmp_path):
-    """The same bits as from that state written whole by one process."""
+    """In one process and in two other layouts: the same bits as from that state written whole by
+    one process. (Its own: the tests of interrupted runs.)"""
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
     shape = json.loads(train_runs["tiny"].read_text()) | heads
     (tmp_path / "config.json").write_text(json.dumps(shape))
@@ -29710,12 +29715,13 @@ def test_train_scale_a_run_resumes_under_any_other_layout(name, train_runs, tmp_
     shutil.rmtree(whole / SD.CHECKPOINTS)
     _, step, about = SD.saved_run(parts)
     T.Checkpoints(whole / SD.CHECKPOINTS, sync=True).save(step, SD.read_state(parts), about)
-    for other in TRAIN_LAYOUTS:
+    many = [*TRAIN_LAYOUTS][1:] * 2
+    for other in ("one", *many[many.index(name) + 1 :][:2]):
         ends = []
         for begin in (parts, whole):
             out = Path(shutil.copytree(begin, tmp_path / f"{begin.name} {other}"))
-            ends.append(go(out, other, "--resume --steps 8"))
-        assert step == 3 and len(metrics(ends[0])) == 8
+            ends.append(go(out, other, "--resume --steps 6"))
+        assert step == 3 and len(metrics(ends[0])) == 6
         assert_same_training(*ends)
 
 
