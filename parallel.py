@@ -707,11 +707,34 @@ def sum_gradients(model: nn.Module, mesh: Mesh, tp: TensorParallel) -> None:
     _sum_over_tp(over_tp, mesh.group("tp"))
 
 
+BUCKET_BYTES = 32 * 2**20  # large enough for the full bandwidth of a network
+
+
 def _sum_each(grads: list[Tensor], group: Group) -> None:
-    """All-reduce each gradient; the transfers run concurrently."""
-    if dist.get_world_size(group) > 1:
-        for transfer in [dist.all_reduce(g, group=group, async_op=True) for g in grads]:
-            transfer.wait()
+    """All-reduce the gradients in flat buckets of BUCKET_BYTES; the transfers run concurrently."""
+    if dist.get_world_size(group) == 1:
+        return
+    transfers = []
+    for bucket in _buckets(grads):
+        flat = torch.cat([g.flatten() for g in bucket])
+        transfers.append((bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
+    for bucket, flat, transfer in transfers:
+        transfer.wait()
+        parts = flat.split([g.numel() for g in bucket])
+        torch._foreach_copy_(bucket, [part.view(g.shape) for part, g in zip(parts, bucket)])
+
+
+def _buckets(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """Runs of tensors of one dtype, each of at most BUCKET_BYTES or one tensor."""
+    buckets, size = [], 0
+    for x in tensors:
+        if buckets and x.dtype == buckets[-1][0].dtype and size + x.nbytes <= BUCKET_BYTES:
+            buckets[-1].append(x)
+            size += x.nbytes
+        else:
+            buckets.append([x])
+            size = x.nbytes
+    return buckets
 
 
 def _sum_over_tp(grads: list[tuple[Tensor, int, int]], group: Group) -> None:

@@ -27869,6 +27869,25 @@ def test_context_parallel_positions_are_copied_to_the_gpu_once():
     assert len(transfers.seen) == 2 and [len(x) for x in found] == [8, 8, 4, 8]
 
 
+def test_gradients_are_summed_in_buckets(monkeypatch):
+    """One all-reduce per bucket of one dtype, all begun before the first is awaited; gradients of
+    any strides get the sums."""
+    events = []
+
+    def all_reduce(x, group, async_op):
+        events.append(x.numel())
+        x *= 2  # the sum over two ranks
+        return SimpleNamespace(wait=lambda: events.append("wait"))
+
+    fake = SimpleNamespace(all_reduce=all_reduce, get_world_size=lambda group: 2)
+    monkeypatch.setattr(parallel, "dist", fake)
+    monkeypatch.setattr(parallel, "BUCKET_BYTES", 100)
+    grads = [torch.ones(n) for n in (10, 15, 1, 99)] + [torch.ones(4, 5).bfloat16().T, torch.ones(2)]
+    parallel._sum_each(grads, None)
+    assert events == [25, 1, 99, 20, 2, *["wait"] * 5]
+    assert all((g == 2).all() for g in grads)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradient_norm_on_a_gpu(dtype):
     """A few launches for any number of tensors, none of which returns as much as a gradient has."""
@@ -28155,7 +28174,7 @@ def test_dry_run_zero_bytes_equal_the_formula(dry_results):
         sizes = [costs[name] for name in ("parameters", "gradients", "optimizer")]
         assert sizes == [4 * own, 4 * own, 8 * own + 4 * tensors], stage
         assert costs["gathered"] == (0, 2 * n, 2 * n, 0)[stage]  # in bf16
-    assert zero[0]["sent"] == {("fsdp", "all-reduce"): (tensors + 3, 4 * n + 24)}
+    assert zero[0]["sent"] == {("fsdp", "all-reduce"): (1 + 3, 4 * n + 24)}  # one bucket
     for stage, gathers, size, reductions in ((1, 1, 2, 1), (2, 1, 2, 2), (3, 2, 4, 1)):
         half, head = size * n // 2, size * (96 + 1) * 48 // 2
         again = gathers * groups + 1, gathers * half + head  # FSDP gathers the head again
