@@ -835,11 +835,11 @@ class PagedKVCache:
         tensors = [i64(tokens + pad), i64(positions + pad), slots, table, i32(cu), i32(lengths)]
         if self.windowed:
             tensors += layout([self._ring(c.ring) for c in chunks], self.num_ring_blocks)
-        if shape is None and torch.device(self.device).type == "cpu":
+        kind = torch.device(self.device).type
+        if shape is None and kind == "cpu":
             return Step(*tensors)
         parts = [F.pad(t.flatten().view(torch.uint8), (0, -t.nbytes % 16)) for t in tensors]
-        pinned = dict(dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-        host = torch.empty(sum(map(len, parts)), **pinned)
+        host = torch.empty(sum(map(len, parts)), dtype=torch.uint8, pin_memory=kind == "cuda")
         buffer = torch.cat(parts, out=host).to(self.device, non_blocking=True)
         return Step(*_views(buffer, tensors))._replace(buffer=buffer)
 
