@@ -452,18 +452,16 @@ class Scheduler:
         waiting = self.waiting if self.continuous or not self.running else []
         queue = heapq.nsmallest(self.max_num_seqs, waiting, key=self.key)
         ranked = sorted(self.running + queue, key=self.key)
-        rank = {seq: n for n, seq in enumerate(ranked)}
-        order = [seq for seq in ranked if seq.running]
         if queue:
-            self._preempt_for(queue[0], [seq for seq in order if rank[seq] > rank[queue[0]]], plan)
-        order = [seq for seq in order if seq.running]
-        for seq in list(order):  # decode first: no next token waits for a prompt
-            if plan.budget and seq.running and seq.remaining == 1:
-                if self._append_slot(seq, order, plan):
-                    self._run(seq, plan)
-        prompts = [seq for seq in order if seq.remaining > 1]
-        admitting = True
-        for seq in sorted(prompts + queue, key=rank.get):
+            later = ranked[ranked.index(queue[0]) :]
+            self._preempt_for(queue[0], [seq for seq in later if seq.running], plan)
+        order = [seq for seq in ranked if seq.running]
+        decoding = [seq for seq in order if seq.remaining == 1]
+        for seq in decoding:  # first: no next token waits for a prompt
+            if plan.budget and seq.running and self._append_slot(seq, order, plan):
+                self._run(seq, plan)
+        rest, admitting = set(queue + order).difference(decoding), True
+        for seq in [seq for seq in ranked if seq in rest]:
             if not seq.running and (plan.budget or not self.continuous):
                 # a sequence that does not fit blocks those behind it: else it might never fit
                 admitting = admitting and self._admit(seq, plan)
@@ -678,7 +676,8 @@ class Scheduler:
 
     def _shares_prefix(self, seq: Sequence) -> bool:
         """Not with log-probabilities of the prompt, all tokens of which are run for them."""
-        return seq.request is None or seq.request.num_prompt_logprobs is None
+        alone = seq.request is not None and seq.request.num_prompt_logprobs is not None
+        return self.allocator.prefix_cache and not alone
 
     def register(self, seq: Sequence, plan: Plan, n: int = 0) -> None:
         """Add to the prefix tree the blocks that are full once n more tokens are run. If a block of
