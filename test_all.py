@@ -5333,7 +5333,6 @@ for paged_field, paged_refused in {
     "SamplingParams": partial(engine_call, "add", [5], dict(n=1)),
     "unknown": partial(engine_call, "abort", "unknown"),
     "not known": partial(engine_call, "export_request", "not known"),
-    "nobody": lambda: list(engine_call("stream", "nobody")),
 }.items():
     REFUSED[f"Engine: {paged_field}"] = paged_refused, paged_field
 for paged_changes in [
