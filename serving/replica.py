@@ -132,6 +132,13 @@ class Replica:
         heapq.heappush(self.arriving, (time, self.n_sent, part))
         self.n_sent += 1
 
+    def next_event(self) -> float:
+        """When something happens next. A step starts after all else that happens at its time."""
+        arrival = self.arriving[0][0] if self.arriving else math.inf
+        if self.plan is not None:
+            return min(arrival, self.ends[-1])
+        return math.nextafter(self.time, math.inf) if self.n_unfinished else arrival
+
     def advance(self, until: float) -> None:
         """Let all happen that happens by a time: arrivals, and ends of steps."""
         while True:
@@ -173,12 +180,13 @@ class Replica:
             plan = scheduler.schedule()
         assert plan.run, "nothing can run"
         self.plan = plan
-        swapped, (tokens, keys) = swap(plan) + self.n_swapped_out, step_size(plan)
+        swapped, (tokens, keys) = self._swap(plan) + self.n_swapped_out, step_size(plan)
         self.n_swapped_out = 0
         n = 1 + min(plan.drafts.values()) if len(plan.drafts) == len(plan.run) else 1
         self.steady = not swapped and tokens == len(plan.run)
-        end = self.time + self.cost(tokens, keys, swapped)
-        self.ends, alike, per_key = [end], self.cost(tokens, 0), self.cost.per_key
+        more = self._more_seconds(plan)
+        end = self.time + self.cost(tokens, keys, swapped) + more
+        self.ends, alike, per_key = [end], self.cost(tokens, 0) + more, self.cost.per_key
         for total in range(keys + tokens, keys + n * tokens, tokens):  # each reads all new keys
             end += alike + per_key * total
             self.ends.append(end)
@@ -238,14 +246,23 @@ class Replica:
         self.scheduler.finish(part)
         self.send(following, self.time + seconds)
 
+    def _swap(self, plan: Plan) -> float:
+        """Do a plan's swaps, without any KV; the number of tokens copied at host memory's speed."""
+        copied = 0
+        for seq, _, _, n in plan.swap_out:
+            seq.swapped_kv = SwappedKV(n, [], [])
+            copied += self._copied(seq, n)
+        for seq, first in plan.swap_in:
+            copied += self._copied(seq, seq.swapped_kv.n - first)
+            seq.swapped_kv = None
+        return copied
 
-def swap(plan: Plan) -> int:
-    """Do a plan's swaps, without any KV; the number of tokens copied."""
-    copied = 0
-    for seq, _, _, n in plan.swap_out:
-        seq.swapped_kv = SwappedKV(n, [], [])
-        copied += n
-    for seq, first in plan.swap_in:
-        copied += seq.swapped_kv.n - first
-        seq.swapped_kv = None
-    return copied
+    # ---- for subclasses (pools.py) ----
+
+    def _copied(self, part: Part, n: int) -> float:
+        """Tokens that host memory copies in the time in which n of a part are swapped."""
+        return n
+
+    def _more_seconds(self, plan: Plan) -> float:
+        """Seconds of each of the planned steps that StepCost does not know."""
+        return 0.0

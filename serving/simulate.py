@@ -36,6 +36,10 @@ from generation.config import parse_slo
 from huggingface.tokenizer import one_line
 from paged_kv import Output, SamplingParams, Scheduler
 from serving.batch import percentile, replay
+from serving.pools import (
+    AdapterReplica, Adapters, Ledger, LendingReplica, PoolReplica, Pools, RankAware,
+    advance_together,
+)  # fmt: skip
 from serving.replica import Part, Replica, StepCost
 from serving.traces import GENERATORS, Arrival, generate, open_trace
 
@@ -127,10 +131,11 @@ Router = Callable[[Arrival, Sequence[Replica]], Replica]
 
 
 def simulate(
-    trace: Iterable[Arrival], replicas: list[Replica], route: Router, report: Report
-) -> dict[str, float]:
+    trace: Iterable[Arrival], replicas: list[Replica], route: Router, report: Report,
+    together: Sequence[Any] = (),
+) -> dict[str, float]:  # fmt: skip
     """Run a trace to its end; returns Report.metrics. route chooses the replica of an arrival; see
-    `load`."""
+    `load`. together: the actors of pools.advance_together, if replicas depend on each other."""
     for replica in replicas:
         replica.finished = lambda part, time: report.add(part.request.id, part.request)
     allocator = replicas[0].allocator
@@ -141,9 +146,13 @@ def simulate(
             raise ValueError(
                 f"{asked} exceed the KV cache of {capacity} tokens; give more --blocks"
             )
+        if together:
+            advance_together(together, arrival.arrival_time)
         replica = route(arrival, replicas)
         replica.send(Part.of(arrival), arrival.arrival_time)
         replica.advance(arrival.arrival_time)
+    if together:
+        advance_together(together, math.inf)
     for replica in replicas:
         replica.advance(math.inf)
     return report.metrics([replica.scheduler for replica in replicas])
@@ -250,6 +259,12 @@ def measure(engine: Any, trace: Iterable[Arrival]) -> tuple[list[tuple[int, int]
     return sizes, seconds
 
 
+def kv_bytes_per_token(shape: Any) -> float:
+    """Of all layers of a planner.Shape, in bf16."""
+    mla = shape.kv_rank + shape.rope_dim
+    return 2.0 * shape.layers * (mla if shape.kv_rank else 2 * shape.kv_heads * shape.head_dim)
+
+
 def cost_on_device(device: str, model: str, block_size: int) -> tuple[StepCost, int]:
     """The cost at a GPU's peak rates (planner.py), and the KV blocks that fit: a step reads
     all weights, a token computes with them and a key is read at full speed, and KV is swapped at
@@ -259,10 +274,7 @@ def cost_on_device(device: str, model: str, block_size: int) -> tuple[StepCost, 
     if device not in DEVICES:
         raise ValueError(f"--device {device}: use one of {', '.join(DEVICES)}")
     d, shape = DEVICES[device], load_shape(model)
-    kv_width = (
-        shape.kv_rank + shape.rope_dim if shape.kv_rank else 2 * shape.kv_heads * shape.head_dim
-    )
-    kv_bytes, weights = 2.0 * shape.layers * kv_width, 2.0 * parameters(shape)
+    kv_bytes, weights = kv_bytes_per_token(shape), 2.0 * parameters(shape)
     compute = 2 * parameters(shape, active=True) / d.bf16
     blocks = int((0.9 * d.memory - weights) / (kv_bytes * block_size))
     if blocks < 1:
@@ -353,13 +365,17 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     add("trace", nargs="?", help="a file, or a description (serving/traces.py)", metavar="TRACE")
     add("--policies", default="fcfs", help="NAME[:FIELD=VALUE,...],... (serving/policies.py)")
     add("--replicas", type=int, default=1, help="engines behind the router")
-    add("--router", default="power-of-two", choices=ROUTERS)
+    add("--router", default="power-of-two", choices=(*ROUTERS, "rank-aware"))
     add(
         "--device",
         default="h100",
         help="GPU at whose peak rates steps run (parallelism/planner.py)",
     )
     add("--model", default="llama3-8b", help="name or folder; with --device (parallelism/planner)")
+    add("--pools", help="prefill and decode replicas; flip: they change", metavar="P:D[:flip]")
+    add("--adapters", help="LoRA ranks of the clients' adapters", metavar="RANK,...[:wait]")
+    add("--lend", action="store_true", help="--kv-swap to free memory of other replicas")
+    add("--bandwidth", type=float, default=25e9, help="bytes/s of the link of these three")
     add("--cost", type=Path, help="file of --calibrate, instead of --device", metavar="FILE")
     add("--blocks", type=int, help="KV blocks of each replica (default: what fits)")
     add("--block-size", type=int, default=16)
@@ -391,8 +407,61 @@ def step_cost(args: argparse.Namespace) -> tuple[StepCost, int]:
     return cost, args.blocks or blocks
 
 
+def check_sharing(args: argparse.Namespace) -> None:
+    """ValueError: a wrong use of --pools, --adapters, --lend and --bandwidth."""
+    used = [name for name in ("pools", "adapters", "lend") if getattr(args, name)]
+    if used and args.engine or len(used) > 1:
+        others = ", ".join(f"--{name}" for name in [*used[1:], *["engine"] * args.engine])
+        raise ValueError(f"--{used[0]} cannot be combined with {others}")
+    if not 0 < args.bandwidth < math.inf:
+        raise ValueError(f"--bandwidth must be bytes/s, more than 0, not {args.bandwidth}")
+    if args.pools and not re.fullmatch(r"[1-9]\d{0,3}:[1-9]\d{0,3}(:flip)?", args.pools):
+        raise ValueError(f"--pools must be P:D or P:D:flip, not {args.pools!r}")
+    if args.pools and args.replicas > 1:
+        raise ValueError("--pools has a number of replicas: it cannot be combined with --replicas")
+    if args.adapters and not re.fullmatch(r"[1-9]\d{0,3}(,[1-9]\d{0,3})*(:wait)?", args.adapters):
+        raise ValueError(f"--adapters must be RANK,... or RANK,...:wait, not {args.adapters!r}")
+    if args.lend and not (args.kv_swap and args.replicas > 1):
+        raise ValueError("--lend requires --kv-swap and --replicas 2 or more")
+    if args.router == "rank-aware" and not args.adapters:
+        raise ValueError("--router rank-aware requires --adapters")
+
+
+def make_replicas(
+    args: argparse.Namespace, cost: StepCost, policy: str, **options: Any
+) -> tuple[list[Replica], Router, Sequence[Any]]:
+    """Replicas, their router, and the actors that advance together (see simulate)."""
+    from parallelism.planner import DEVICES, load_shape
+
+    slo = parse_slo(args.slo)
+    if args.pools:
+        n_prefill, n_decode = map(int, args.pools.split(":")[:2])
+        pooled = [PoolReplica(cost, policy, **options) for _ in range(n_prefill + n_decode)]
+        seconds = kv_bytes_per_token(load_shape(args.model)) / args.bandwidth
+        pools = Pools(pooled, n_prefill, seconds, slo, args.pools.endswith(":flip"))
+        return pooled, pools, [pools, *pooled]
+    route = RankAware(slo) if args.router == "rank-aware" else ROUTERS[args.router]()
+    if args.adapters:
+        ranks, _, wait = args.adapters.partition(":")
+        shape, d = load_shape(args.model), DEVICES.get(args.device, DEVICES["h100"])
+        size = 2 * shape.layers * sum(m.k + m.n for m in shape.attention())  # bytes per rank
+        ranks, rates = tuple(map(int, ranks.split(","))), (size / args.bandwidth, size / d.hbm)
+        options |= dict(adapters=Adapters(ranks, *rates, wait=bool(wait)))
+        return [AdapterReplica(cost, policy, **options) for _ in range(args.replicas)], route, ()
+    kind = LendingReplica if args.lend else Replica
+    replicas = [kind(cost, policy, **options) for _ in range(args.replicas)]
+    if not args.lend:
+        return replicas, route, ()
+    if not cost.per_swapped:
+        raise ValueError("--lend requires a cost with per_swapped, the speed of host memory")
+    seconds = kv_bytes_per_token(load_shape(args.model)) / args.bandwidth
+    Ledger(replicas, seconds / cost.per_swapped)
+    return replicas, route, replicas
+
+
 def run(args: argparse.Namespace, engine_flags: list[str]) -> str:
     """All policies on one trace: the program's output."""
+    check_sharing(args)
     cost, blocks = step_cost(args)
     sizes = dict(
         max_num_batched_tokens=args.max_num_batched_tokens, max_num_seqs=args.max_num_seqs,
@@ -406,10 +475,10 @@ def run(args: argparse.Namespace, engine_flags: list[str]) -> str:
     reports, results = {}, {}
     for policy in re.split(r",(?![^,:=]*=)", args.policies):  # not at commas between fields
         options = dict(sizes, num_blocks=blocks, at_tool_call=args.at_tool_call)
-        replicas = [Replica(cost, policy, **options) for _ in range(args.replicas)]
+        replicas, route, together = make_replicas(args, cost, policy, **options)
         reports[policy] = report = Report(parse_slo(args.slo))
         trace = open_trace(args.trace, args.seed)
-        results[policy] = simulate(trace, replicas, ROUTERS[args.router](), report)
+        results[policy] = simulate(trace, replicas, route, report, together)
         if args.engine:
             name, report = f"{policy} (Engine)", Report(parse_slo(args.slo))
             engine = load_engine([*engine_flags, f"--policy={policy}"])
