@@ -16,7 +16,7 @@ MuxServe (Duan et al., ICML 2024, arXiv:2404.02015). One pool of KV blocks, each
     without quotas, a flood of one LLM takes the memory of the others; quotas cost goodput where the
     pool alone is enough; when all LLMs decode, running them together gains nothing.
 Gpulet (Choi et al., USENIX ATC 2022). A GPU is split into at most two partitions, each shared in
-    time by the models placed on it, with predicted interference between both (section 4). Loses:
+    time by the models placed on it, with predicted interference between both. Loses:
     models that fill a GPU gain nothing from a split; a prediction that is too low breaks SLOs, by
     its error, and one that is too high rejects what fits.
 
@@ -306,7 +306,7 @@ def interference(a: float, b: float) -> float:
 
 
 def fit_interference(rng: random.Random, n: int = 200) -> tuple[Predict, float]:
-    """A linear predictor of the slowdown, fitted to n profiled pairs as in section 4, and its mean
+    """A linear predictor of the slowdown, fitted to n profiled pairs, and its mean
     relative error on n others."""
     pairs = [(rng.random(), rng.random()) for _ in range(2 * n)]
     true = [interference(*pair) for pair in pairs]

@@ -195,7 +195,7 @@ class ShortestFirst:
 
 @dataclass
 class MultiLevelQueue:
-    """Skip-join multi-level feedback queue (FastServe, arXiv:2305.05920, section 4.1). Service is
+    """Skip-join multi-level feedback queue (FastServe, arXiv:2305.05920). Service is
     counted in steps: one for each output token, and a prompt's share of max_num_batched_tokens. The
     quantum doubles with each level. A sequence joins the highest level whose quantum covers its
     prefill, sinks a level when its quantum is used, and preempts those below; one that waits for
@@ -259,7 +259,7 @@ def pace(timestamps: list[float], rate: float) -> list[float]:
 def qoe(arrival: float, timestamps: list[float], ttft: float, rate: float) -> float:
     """Quality of experience, from 0 to 1, of a request whose reader expects the first token after
     ttft seconds and then `rate` tokens/s: tokens x seconds that were shown, over those expected, up
-    to the end of reading (Andes, arXiv:2404.16283v1, section 3). Tokens before their time count as
+    to the end of reading (Andes, arXiv:2404.16283v1). Tokens before their time count as
     in time."""
     due = [arrival + ttft + i / rate for i in range(len(timestamps))]
     shown = [max(at, d) for at, d in zip(pace(timestamps, rate), due)]
@@ -290,7 +290,7 @@ class Timeline:
 
 @dataclass
 class Experience:
-    """Andes (arXiv:2404.16283v1, section 4): each step prefers those whose QoE within the `horizon`
+    """Andes (arXiv:2404.16283v1): each step prefers those whose QoE within the `horizon`
     gains the most from running rather than waiting, per token of KV. A reader with a buffer loses
     nothing by a pause, so its sequence can be preempted. At most `preemptions` per request, so that
     recomputation is bounded. Loses throughput to preemption, and to fcfs when there is no queue."""
@@ -346,7 +346,7 @@ class Experience:
 
 @dataclass
 class Deadline:
-    """QLM for one model (arXiv:2407.00047, sections 4 and 5): waiting requests of a client form
+    """QLM for one model (arXiv:2407.00047): waiting requests of a client form
     groups of `group_size` with one deadline, that of their oldest first token. A group's waiting
     time is the predicted work before it over the measured throughput. The earliest deadline is
     first, running or not; groups that will miss theirs go last, so that they delay none that can
@@ -399,7 +399,7 @@ class Deadline:
 
 @dataclass
 class SloMix:
-    """ConServe (arXiv:2410.01228, section 4): online requests have priority 0 or less, offline ones
+    """ConServe (arXiv:2410.01228): online requests have priority 0 or less, offline ones
     more. While there are online requests, a step has as many tokens as its cost, base + per_token
     tokens, leaves within `slo` seconds, the time between two tokens; else the full budget. Offline
     sequences run after online ones and are preempted first; with kv_swap their KV is kept, copied
@@ -457,7 +457,7 @@ class SloMix:
 
 @dataclass
 class ReservedLength:
-    """S3 (arXiv:2306.06000, section 3): a sequence is admitted when there are blocks for its
+    """S3 (arXiv:2306.06000): a sequence is admitted when there are blocks for its
     predicted output, in buckets of 1 / `buckets` of its max_new_tokens; one that outgrows its
     bucket has the next one reserved, and is preempted if there are no blocks. So more run than if
     each reserved max_new_tokens, and fewer are preempted than if none did. Loses batch size to
@@ -488,18 +488,29 @@ class ReservedLength:
 
 @dataclass
 class KnowledgeCache:
-    """RAGCache's prefix-aware Greedy-Dual-Size-Frequency (PGDSF, arXiv:2404.12457, section 5.1):
-    the cached leaf with the least clock + frequency x cost / size is evicted, and the clock rises
-    to its value, so that what is not used ages. Blocks are of one size, and a token's recomputation
-    costs about the same at any depth, so cost / size is 1. Loses to LRU when popularity changes
-    faster than the clock, and each eviction looks at all cached blocks."""
+    """RAGCache's prefix-aware Greedy-Dual-Size-Frequency (PGDSF, arXiv:2404.12457): the cached leaf
+    with the least clock + frequency x cost / size is evicted, and the clock rises to its value, so
+    that what is not used ages. cost / size is that of a token's recomputation, 1 + key_cost x the
+    tokens before it, whose keys it reads. Loses to LRU when popularity changes faster than the
+    clock, and each eviction looks at all cached blocks."""
+
+    key_cost: float = 3e-5  # time to read a key over that of a token: 2 L C / parameters, of 8B
 
     def __post_init__(self):
+        _check_range(self, key_cost=(0, 1e9))
         self.clock_value, self.victim = 0.0, (math.inf, 0, 0)  # its value, block and node
         self.values: dict[int, tuple[int, int, float]] = {}  # of a block: node, hits, value
+        self.depths: dict[int, int] = {}  # blocks from the root to a node
 
     def begin_step(self, scheduler: Scheduler) -> None:
         self.allocator = scheduler.allocator
+
+    def _depth(self, node: int) -> int:
+        if node not in self.depths:  # one pass for all new nodes; parents come first
+            self.depths = {0: 0}
+            for parent, _, own in self.allocator.entries.values():
+                self.depths[own] = self.depths[parent] + 1
+        return self.depths[node]
 
     def eviction_key(self, block: int) -> float:
         value, victim, node = self.victim
@@ -508,7 +519,9 @@ class KnowledgeCache:
             self.clock_value, self.victim = value, (math.inf, 0, 0)
         now = self.allocator.node(block), self.allocator.hits[block]
         if self.values.get(block, ())[:2] != now:  # new, or used since: its value has the clock
-            self.values[block] = *now, self.clock_value + 1 + now[1]
+            tokens = (self._depth(now[0]) - 1) * self.allocator.block_size
+            frequency, cost = 1 + now[1], 1 + self.key_cost * tokens
+            self.values[block] = *now, self.clock_value + frequency * cost
         value = self.values[block][2]
         if value < self.victim[0]:
             self.victim = value, block, now[0]
@@ -523,7 +536,7 @@ def pause_waste(
     swap_seconds: float = math.inf,
 ) -> dict[str, float]:  # fmt: skip
     """Tokens of KV x seconds that each way to treat the KV of a sequence wastes while it waits for
-    a tool (InferCept, arXiv:2402.01869, section 3.2). preserve: it is unused. discard: while it is
+    a tool (InferCept, arXiv:2402.01869). preserve: it is unused. discard: while it is
     recomputed, in chunks and so half of it on average, and that of all others, which wait. swap:
     both, while it is copied out and in, swap_seconds each way. Those that wait for
     blocks are not counted: in overload `swap` alone is better."""

@@ -15,10 +15,10 @@ Pools (DistServe, arXiv:2401.09670; TetriInfer, arXiv:2401.11181). A prompt runs
     sizes, or with loose objectives; flipping, in the time for which a replica drains. The memory of
     a prompt is free as soon as its transfer is queued. serving/disaggregated.py does it for real.
 Adapters (CaraServe, arXiv:2401.11240). Each client has a LoRA adapter, copied from host memory when
-    its first request comes. Load-then-run waits for the copy; CPU-assisted, the adapter's product
-    runs on the CPU meanwhile, at a lower speed. A step costs more by per_rank x the ranks of its
-    sequences. RankAware routes by that cost. Loses: CPU-assisted, where the copy is faster than the
-    CPU; RankAware, where all ranks are equal: it is then the least-loaded replica.
+    a request needs it. Load-then-run waits for the copy; CPU-assisted, prompts run meanwhile with
+    the adapter on the CPU, at a lower speed. A step costs more by per_rank x the ranks of its
+    sequences; RankAware routes by that cost. Loses: CPU-assisted, the time between tokens of the
+    others in the batch, which wait for the CPU too; RankAware gains nothing where ranks are equal.
 Lending (AQUA, arXiv:2407.21255). A preempted sequence's KV goes to free memory of another replica,
     over a faster link than host memory's. The lender gets it back when its own sequences need it,
     and its next step waits for the copy to host memory. Loses: when all are full at the same time.
@@ -172,30 +172,31 @@ class Pools:
         """Prompt tokens to run."""
         return sum(part.remaining for part in parts_of(replica) if part in replica.prompts)
 
-    def pressures(self) -> tuple[float, float]:
-        """Of each pool the mean over its replicas of what it uses of its objective, 1 all of it.
-        Prefill: seconds of queued prompts. Decode: those of a step, or predicted tokens of KV."""
-        prefill = [r.cost.per_token * self._queued(r) / self.slo[0] for r in self.prefill]
-        decode = []
-        for r in self.decode:
-            parts = parts_of(r)
-            seconds = r.cost(len(parts), sum(len(part.tokens) for part in parts))
-            decode.append(max(seconds / self.slo[1], self._reserved(r) / capacity(r)))
-        return sum(prefill) / len(prefill), sum(decode) / len(decode)
+    def pressure(self, decodes: bool, n: int) -> float:
+        """What a pool uses of its objective if it had n replicas, 1 all of it. Prefill: seconds of
+        queued prompts. Decode: seconds of a step, or predicted tokens of KV."""
+        pool = self.decode if decodes else self.prefill
+        cost, parts = pool[0].cost, [part for replica in pool for part in parts_of(replica)]
+        if not decodes:
+            return cost.per_token * sum(map(self._queued, pool)) / n / self.slo[0]
+        seconds = cost(len(parts) / n, sum(len(part.tokens) for part in parts) / n)
+        held = sum(map(self._predicted, parts)) / n
+        return max(seconds / self.slo[1], held / capacity(pool[0]))
 
     def _flip(self) -> None:
-        """Begin or end to move a replica to the pool that misses its objective, from the other if
-        that uses less than half of its own then."""
+        """Begin or end to move a replica to a pool that misses its objective, from one that needs
+        less than 0.8 of its own without it."""
         if self.draining and not parts_of(self.draining[0]):
             replica, pool = self.draining
             pool.append(replica)
             self.draining = None
         if not self.flip or self.draining:
             return
-        pools, pressures = (self.prefill, self.decode), self.pressures()
+        pools = self.prefill, self.decode
         for source, target in ((0, 1), (1, 0)):
-            n, busy = len(pools[source]), pressures[source]
-            if n > 1 and pressures[target] > 1 and busy * n / (n - 1) < 0.5:
+            n = len(pools[source])
+            misses = self.pressure(bool(target), len(pools[target])) > 1
+            if n > 1 and misses and self.pressure(bool(source), n - 1) < 0.8:
                 replica = min(pools[source], key=lambda replica: len(parts_of(replica)))
                 pools[source].remove(replica)
                 self.draining, self.n_flips = (replica, pools[target]), self.n_flips + 1
@@ -249,17 +250,22 @@ class AdapterReplica(Replica):
         self.loaded.move_to_end(client)
         return self.loaded[client]
 
-    def _is_cold(self, part: Part) -> bool:
-        return self.loaded[part.client] > self.time
+    def _loading(self, part: Part) -> float:
+        """Seconds until its adapter is in GPU memory."""
+        return max(0.0, self.loaded[part.client] - self.time)
 
     def _num_steps(self) -> int:
-        return 1 if any(map(self._is_cold, self.scheduler.running)) else super()._num_steps()
+        return 1 if any(map(self._loading, self.scheduler.running)) else super()._num_steps()
 
     def _more_seconds(self, plan: Plan) -> float:
-        ranks = sum(self.adapters.rank(part.client) for part, _ in plan.run)
-        cold = sum(n for part, n in plan.run if self._is_cold(part))
-        on_cpu = (self.adapters.cpu - 1) * self.cost.per_token * cold
-        return self.adapters.per_rank * ranks + on_cpu
+        """The ranks' share; and what the CPU takes longer, until the end of the part's tokens or of
+        the copy, when the GPU runs the rest of them."""
+        seconds, cpu = 0.0, self.adapters.cpu
+        for part, n in plan.run:
+            seconds += self.adapters.per_rank * self.adapters.rank(part.client)
+            if left := self._loading(part):
+                seconds += (cpu - 1) * min(n * self.cost.per_token, left / cpu)
+        return seconds
 
     def _end(self, part: Part) -> None:
         if part.number == len(part.request.id.tool_calls):

@@ -99,7 +99,7 @@ def price(choice: Choice) -> float:
 
 def edf(queue: list[Query], now: float, pool: Pool) -> Choice:
     """Earliest deadline first, with the largest batch in time; given one variant, the baseline of
-    all these papers. Adaptive batching of Clipper (NSDI 2017), section 4.3."""
+    all these papers. Adaptive batching of Clipper (NSDI 2017)."""
     return max(batches(queue, now, pool), key=lambda c: (len(c.queries), -c.seconds))
 
 
@@ -113,13 +113,13 @@ def greedy(queue: list[Query], now: float, pool: Pool, margin: float = 0.0) -> C
 
 def infaas(queue: list[Query], now: float, pool: Pool) -> Choice:
     """The cheapest variant, per query, that meets the first query's deadline and accuracy floor.
-    INFaaS (ATC 2021), section 4, "Selecting and scaling model-variants"."""
+    INFaaS (ATC 2021), selection of a model variant."""
     return min(batches(queue, now, pool), key=lambda c: (price(c) / len(c.queries), c.seconds))
 
 
 def infaas_workers(now: float, pool: Pool, window: float = 2.0, load: float = 0.5) -> int:
     """Workers for the arrivals of the last `window` seconds and the queue, each query alone with
-    the mean variant, loaded to `load`. INFaaS, section 4, the model autoscaler."""
+    the mean variant, loaded to `load`. INFaaS, the model autoscaler."""
     recent = itertools.takewhile(lambda t: t > now - window, reversed(pool.arrivals))
     each = statistics.fmean(min(v.latency.values()) for v in pool.variants if v.workers == 1)
     return math.ceil((sum(1 for _ in recent) + len(pool.queue)) / window * each / load)
@@ -200,8 +200,8 @@ def herd(rates: Mapping[str, float], throughput: Mapping[str, float], workers: i
 def slackfit(queue: list[Query], now: float, pool: Pool, buckets: int = 8) -> Choice:
     """All (variant, batch size) lie in evenly spaced buckets of latency. The first query's slack
     picks the highest bucket that it allows, and there the largest batch, then accuracy: little
-    slack, which queueing causes, leads to fast variants. SuperServe (NSDI 2025, arXiv 2312.16733),
-    section 4, "SlackFit"; its subnets with fewer layers are `drafting.first_layers` here."""
+    slack, which queueing causes, leads to fast variants. SuperServe (NSDI 2025, arXiv 2312.16733);
+    its subnets with fewer layers are `drafting.first_layers` here."""
     every = batches(queue, now, pool)
     seconds = [s for v in pool.variants for s in v.latency.values()]
     width = (max(seconds) - min(seconds)) / buckets
@@ -212,8 +212,8 @@ def slackfit(queue: list[Query], now: float, pool: Pool, buckets: int = 8) -> Ch
 
 def cocktail(queue: list[Query], now: float, pool: Pool) -> Choice:
     """The cheapest model or ensemble that reaches the accuracy floor in time, so ensembles shrink
-    as slack and idle workers do; else the most accurate. Cocktail (NSDI 2022), section 4, the
-    dynamic model selection; weighted_vote() is its class-based weighted majority."""
+    as slack and idle workers do; else the most accurate. Cocktail (NSDI 2022), the dynamic
+    model selection; weighted_vote() is its class-based weighted majority."""
     every = batches(queue, now, pool, floors=False)
     reach = [c for c in every if c.variant.accuracy >= queue[0].floor]
     each = lambda c: price(c) / len(c.queries)
@@ -224,7 +224,7 @@ def cocktail(queue: list[Query], now: float, pool: Pool) -> Choice:
 
 def ensembles(singles: Sequence[Variant], votes: Mapping[str, float]) -> list[Variant]:
     """Variants of `votes` ({"a+b+c": accuracy of their vote}), each as slow as its slowest member,
-    with what remains of it after the loss of each member. Cocktail, section 4."""
+    with what remains of it after the loss of each member. Cocktail."""
     known = {v.name: v for v in singles}
     for names in sorted(votes, key=lambda names: names.count("+")):
         members = [known[name] for name in names.split("+")]
@@ -254,7 +254,7 @@ class Ramsis:
     in steps of slo / bins); action: the variant that serves the whole queue, up to its largest
     batch; reward: the accuracy of the answers in time, less `penalty` for each late one. Of
     several workers, each is planned as if its share of `rate` were all. RAMSIS: "Model selection
-    for latency-critical inference serving" (EuroSys 2024), section 4, the decision process."""
+    for latency-critical inference serving" (EuroSys 2024)."""
 
     def __init__(self, variants: Sequence[Variant], rate: float, slo: float, penalty: float = 0.0,
                  bins: int = 20, horizon: float = 20.0):  # fmt: skip
@@ -307,7 +307,7 @@ class BestEffort:
     """A router that learns which variant is best at each (queue length, slack), by Q-learning on
     training traces. The reward is the accuracy of the answers in time, less that of the best
     variant for every query, so that it is 0 in a lull and dropped queries count at once. "Learned
-    best-effort LLM serving" (arXiv 2401.07886), section 3; its deep Q network is a table here, and
+    best-effort LLM serving" (arXiv 2401.07886); its deep Q network is a table here, and
     it routes batches, not single requests."""
 
     def __init__(self, variants: Sequence[Variant], slo: float, seed: int = 0, bins: int = 8):
