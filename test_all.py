@@ -11,7 +11,7 @@ their own. All models are tiny random ones or the shipped checkpoints.
     model family config weights tokenizer stream template    model.py, huggingface/
     attention paged engine quantize fp8 spec moe             the leaves
     files cpu sampling drafting structured                   generation/
-    serving traces policies replica simulate row_order length_batching         serving/
+    serving traces policies replica simulate pools row_order length_batching   serving/
     colocation time_sharing variants server unacked cluster page               serving/
     calibrate sparse gemm gguf                               quantization/
     data optimizers offload recompute chunked_loss lora alignment tuning       training/
@@ -151,6 +151,7 @@ from serving import failover as FAILOVER
 from serving import colocation as CO
 from serving import openai_api as OA
 from serving import policies as POLICY
+from serving import pools as POOLS
 from serving import replica as RP
 from serving import server as SV
 from serving import time_sharing as TS
@@ -12325,6 +12326,15 @@ def test_simulate_program(tmp_path, capsys):
         (["random", "--slo", "1"], "slo A:B"),
         (["random", "--tp", "2"], "--tp --engine"),
         (["random", "--replicas", "0"], "--replicas"),
+        (["random", "--pools", "1:0"], "--pools P:D:flip 1:0"),
+        (["random", "--pools", "1:1", "--replicas", "2"], "--pools --replicas"),
+        (["random", "--pools", "1:1", "--lend", "--kv-swap"], "--pools --lend"),
+        (["random", "--pools", "1:1", "--engine"], "--pools --engine"),
+        (["random", "--pools", "1:1", "--bandwidth", "0"], "--bandwidth bytes/s"),
+        (["conversations:tools=1", "--pools", "1:1"], "--pools tool"),
+        (["random", "--adapters", "8,x"], "--adapters RANK 8,x"),
+        (["random", "--router", "rank-aware"], "rank-aware --adapters"),
+        (["random", "--lend", "--replicas", "2"], "--lend --kv-swap"),
     ],
     ids=str,
 )
@@ -12346,6 +12356,275 @@ def test_simulate_foretells_the_engine(tmp_path, capsys):
     simulated, real = json.loads(capsys.readouterr().out).values()
     for name in ("tokens_per_second", "ttft_p50", "itl_p50", "e2e_mean"):
         assert 1 / 3 < simulated[name] / real[name] < 3, (name, simulated, real)
+
+
+# --------------------------------------------------------------------------------------------------
+# serving/pools.py
+# --------------------------------------------------------------------------------------------------
+
+POOLS_COST = RP.StepCost(5e-3, 1e-4, 1e-6)
+POOLS_SIZES = dict(num_blocks=2000, max_num_batched_tokens=512, max_num_seqs=32, prefix_cache=False)
+
+
+def pools_run(trace, n, m, flip=False, seconds=1e-6, slo=(1.0, 0.02), **sizes):
+    """Metrics of a trace on n prefill and m decode replicas, the Pools, and the Report."""
+    replicas = [POOLS.PoolReplica(POOLS_COST, **POOLS_SIZES | sizes) for _ in range(n + m)]
+    pools, report = POOLS.Pools(replicas, n, seconds, slo, flip), SIM.Report(slo)
+    return SIM.simulate(trace, replicas, pools, report, [pools, *replicas]), pools, report
+
+
+def engine_pools(trace, token_seconds, **sizes) -> list[list[float]]:
+    """Timestamps of each request on a prefill Engine and a decode Engine, both on clocks, between
+    which export_request and import_request move it."""
+    prefill, decode = (ClockedEngine(POOLS_COST, "fcfs", **sizes) for _ in range(2))
+    waiting, outputs, sent, link = deque(enumerate(trace)), {}, deque(), 0.0
+    while waiting or prefill.unfinished:
+        if not prefill.unfinished:
+            prefill.now = max(prefill.now, waiting[0][1].arrival_time)
+        while waiting and waiting[0][1].arrival_time <= prefill.now:
+            i, a = waiting.popleft()
+            prefill.add(a.ids(5000), greedy(a.max_new_tokens), id=i)
+            outputs[i] = prefill.outputs[i]
+        prefill.step()
+        for i in [i for i, output in prefill.outputs.items() if output.token_ids]:
+            link = max(prefill.now, link) + trace[i].n_prompt * token_seconds
+            sent.append((link, prefill.export_request(i)))
+    while sent or decode.unfinished:
+        if not decode.unfinished:
+            decode.now = max(decode.now, sent[0][0])
+        while sent and sent[0][0] <= decode.now:
+            decode.import_request(sent.popleft()[1])
+        decode.step()
+    return [outputs[i].timestamps for i in range(len(trace))]
+
+
+@pytest.mark.parametrize("cache", [False, True])
+@pytest.mark.parametrize("blocks", [60, 300])
+def test_pools_timestamps_are_the_engines(cache, blocks):
+    """Every timestamp of every token with --pools 1:1 is that of two real Engines between which the
+    KV is sent, also when sequences are preempted; the bytes sent are those of all prompts that
+    decode. In order and in number the tokens are those of one replica."""
+    text = "random:n=25,rate=30,input=3:40,output=1:30"
+    trace = list(TR.generate(text, seed=blocks))
+    sizes = dict(num_blocks=blocks, block_size=2, max_num_batched_tokens=24, max_num_seqs=6)
+    sizes |= dict(prefix_cache=cache)
+    found = {}
+    replicas = [POOLS.PoolReplica(POOLS_COST, **sizes) for _ in range(2)]
+    pools = POOLS.Pools(replicas, 1, 4e-4)
+    report = SimpleNamespace(
+        add=lambda a, output: found.update({a: output.timestamps}), metrics=lambda schedulers: {}
+    )
+    SIM.simulate(trace, replicas, pools, report, [pools, *replicas])
+    assert [found[a] for a in trace] == engine_pools(trace, 4e-4, **sizes)
+    assert (replicas[1].scheduler.n_preempted > 0) == (blocks == 60)
+    assert pools.tokens_sent == sum(a.n_prompt for a in trace if a.max_new_tokens > 1)
+    one = simulated_timestamps(trace, CheckedReplica(POOLS_COST, **sizes))
+    assert [len(found[a]) for a in trace] == [*map(len, one)]
+    assert all(list(found[a]) == sorted(found[a]) for a in trace)
+
+
+def test_pools_transfers_take_bytes_over_bandwidth(capsys):
+    """Two prompts at once: the second transfer follows the first, each takes its bytes over the
+    bandwidth; --bandwidth and --model give the seconds of a token."""
+    trace = [TR.Arrival(0.0, ((i, 100 * i),), 2) for i in (1, 2)]
+    arrivals, receive = [], POOLS.PoolReplica.send
+    with pytest.MonkeyPatch.context() as patch:
+        note = lambda r, part, t: (arrivals.append((part.n_prompt, t)), receive(r, part, t))
+        patch.setattr(POOLS.PoolReplica, "send", note)
+        *_, report = pools_run(trace, 1, 1, seconds=1e-3)
+    ready = POOLS_COST(300, 300)
+    assert arrivals[2:] == [(100, pytest.approx(ready + 0.1)), (200, pytest.approx(ready + 0.3))]
+    args, _ = SIM.parse_args(["random", "--pools", "2:3:flip", "--bandwidth", "1e9"])
+    sizes = dict(num_blocks=99)
+    replicas, pools, actors = SIM.make_replicas(args, POOLS_COST, "fcfs", **sizes)
+    bytes_per_token = 2 * 32 * 2 * 8 * 128  # of Llama 3 8B in bf16
+    assert pools.token_seconds == pytest.approx(bytes_per_token / 1e9) and pools.flip
+    assert (len(pools.prefill), len(pools.decode)) == (2, 3) and actors == [pools, *replicas]
+
+
+def test_pools_beat_colocated_replicas_under_prompts_and_tight_objectives():
+    """DistServe's claim: with long prompts and limits on the first token and on further ones, the
+    goodput of 1:1 is above that of two replicas with any token budget; with a loose limit on
+    further tokens and a tight one on the first, it is below."""
+    for seed in (0, 1):
+        trace = list(TR.generate("random:n=150,rate=6,input=1000/2000,output=30/90", seed))
+        for slo, wins in (((1.0, 0.012), True), ((0.3, 0.1), False)):
+            goodput = []
+            for budget in (64, 128, 512, 2048):
+                sizes = POOLS_SIZES | dict(max_num_batched_tokens=budget)
+                two = [RP.Replica(POOLS_COST, **sizes) for _ in range(2)]
+                report = SIM.Report(slo)
+                goodput.append(SIM.simulate(trace, two, SIM.PowerOfTwo(), report)["goodput"])
+            pools = pools_run(trace, 1, 1, slo=slo)[0]["goodput"]
+            assert pools > 1.15 * max(goodput) if wins else pools < max(goodput), (pools, goodput)
+
+
+def test_pools_flip_beats_fixed_pools_when_the_mix_changes():
+    """TetriInfer's claim: first long prompts, then long outputs. Pools that flip have more goodput
+    than any fixed division of four replicas, and flip a few times only."""
+    prompts = list(TR.generate("random:n=200,rate=13,input=1500/2500,output=20/60", 1))
+    outputs = TR.generate("random:n=250,rate=14,input=100/300,output=200:400", 11)
+    end = prompts[-1].arrival_time
+    trace = prompts + [replace(a, arrival_time=a.arrival_time + end) for a in outputs]
+    fixed = [pools_run(trace, n, 4 - n)[0]["goodput"] for n in (1, 2, 3)]
+    metrics, pools, _ = pools_run(trace, 2, 2, flip=True)
+    assert metrics["requests"] == len(trace)
+    assert metrics["goodput"] > 1.15 * max(fixed), (metrics["goodput"], fixed)
+    assert 2 <= pools.n_flips <= 6 and not pools.draining
+    assert pools.prefill and pools.decode and len({*pools.prefill, *pools.decode}) == 4
+
+
+def test_pools_place_by_predicted_length():
+    """With short and long outputs and little memory, placement by predicted tokens preempts fewer
+    sequences than by number of requests, and ends them sooner."""
+    short = "random:n=250,rate=8,input=50:150,output=10:30,client=short"
+    text = short + "+random:n=40,rate=1.2,input=50:150,output=600:900,client=long"
+    preempted, seconds = Counter(), Counter()
+    fewest = lambda pools, part: min(pools.decode, key=lambda r: len(POOLS.parts_of(r)))
+    for place in (POOLS.Pools._place, fewest):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(POOLS.Pools, "_place", place)
+            for seed in (0, 1, 2):
+                metrics, *_ = pools_run(TR.generate(text, seed), 1, 2, num_blocks=150)
+                preempted[place] += metrics["preemptions"]
+                seconds[place] += metrics["e2e_mean"]
+    assert preempted[POOLS.Pools._place] < 0.85 * preempted[fewest], preempted
+    assert seconds[POOLS.Pools._place] < seconds[fewest]
+
+
+def adapters_run(trace, adapters, route, n=1, slo=(1.0, 0.1)):
+    sizes, report = POOLS_SIZES | dict(adapters=adapters), SIM.Report(slo)
+    replicas = [POOLS.AdapterReplica(POOLS_COST, **sizes) for _ in range(n)]
+    metrics = SIM.simulate(trace, replicas, route, report)
+    return metrics | {"ttft_mean": sum(report.ttft) / len(report.ttft)}, replicas
+
+
+def test_pools_cold_adapters_start_on_the_cpu():
+    """CaraServe's claim: the first token comes sooner, on average, than with load-then-run; it is
+    the others in the batch that wait. A single request by hand: the copy of 0.1 s, in which the CPU
+    does a fourth, and the rest on the GPU."""
+    for seed in (0, 1, 2):
+        text = "random:n=200,rate=4,clients=100,input=200/600,output=30/90"
+        trace = list(TR.generate(text, seed))
+        runs = {}
+        for wait in (False, True):
+            adapters = POOLS.Adapters((8, 64), 1e-3, 2e-6, slots=16, wait=wait)
+            runs[wait], [replica] = adapters_run(trace, adapters, SIM.RoundRobin())
+            assert not +replica.in_use and len(replica.loaded) <= 17
+        assert runs[False]["ttft_mean"] < 0.95 * runs[True]["ttft_mean"], runs
+        assert runs[False]["itl_p99"] > runs[True]["itl_p99"]
+    for tokens, wait, seconds in (
+        (400, True, 0.1 + 0.04), (400, False, 0.1 + 0.04 - 0.1 / 4), (100, False, 0.04),
+    ):  # fmt: skip
+        adapters = POOLS.Adapters((10,), 1e-2, 1e-3, cpu=4.0, wait=wait)
+        got, _ = adapters_run([TR.Arrival(1.0, ((1, tokens),), 1)], adapters, SIM.RoundRobin())
+        want = seconds + POOLS_COST(0, tokens) + 10 * 1e-3
+        assert got["ttft_mean"] == pytest.approx(want), (tokens, wait)
+
+
+def test_pools_rank_aware_routing_misses_fewer_objectives():
+    """CaraServe's claim: with ranks 8 and 128, more requests are within the objective than if each
+    goes to the replica with the fewest; with equal ranks just as many."""
+    fewest = lambda a, replicas: min(replicas, key=lambda r: SIM.load(r, a.arrival_time))
+    slo = (1.0, 0.02)
+    for seed in (0, 1, 2):
+        text = "random:n=500,rate=40,clients=50,input=100/300,output=60/180"
+        trace = list(TR.generate(text, seed))
+        within = []
+        for route in (fewest, POOLS.RankAware(slo)):
+            adapters = POOLS.Adapters((8, 8, 8, 128), 0.0, 2e-5, slots=64)
+            within.append(adapters_run(trace, adapters, route, 4, slo)[0]["within_slo"])
+        assert within[1] > within[0] + 0.02, (seed, within)
+
+
+class CheckedLender(POOLS.LendingReplica):
+    """Checks allocators and ledger after each step. copies: (swapped in, of a peer's memory, tokens,
+    tokens at host memory's speed)."""
+
+    copies: list = []
+
+    def _complete(self, n):
+        super()._complete(n)
+        loans = self.ledger.loans
+        for r in self.ledger.replicas:
+            lent = [loan.blocks for loan in loans.values() if loan.lender is r]
+            r.allocator.check([s.block_table for s in r.scheduler.running] + lent)
+        assert sum(map(self.ledger.balance, self.ledger.replicas)) == 0
+        for part, loan in loans.items():
+            assert loan.borrower is not loan.lender and not part.running
+            assert part.swapped_kv.n == loan.n <= len(loan.blocks) * self.allocator.block_size
+
+    def _copied(self, part, n):
+        copied = super()._copied(part, n)
+        lent = part in self.ledger.loans
+        self.copies.append((part.running, lent, n, copied))
+        return copied
+
+
+LEND_SIZES = dict(num_blocks=250, kv_swap=True, prefix_cache=False)
+
+
+def lend_run(trace, cost, ratio, report=None):
+    """Metrics and copies of two replicas, of which client b has the second."""
+    CheckedLender.copies = []
+    replicas = [CheckedLender(cost, **LEND_SIZES) for _ in range(2)]
+    ledger, route = POOLS.Ledger(replicas, ratio), lambda a, rs: rs[a.client == "b"]
+    metrics = SIM.simulate(trace, replicas, route, report or SIM.Report(), replicas)
+    assert not ledger.loans and all(r.allocator.n_free == 250 for r in replicas)
+    return metrics, CheckedLender.copies
+
+
+def test_pools_preempted_sequences_resume_sooner_from_a_peers_memory():
+    """AQUA's claim: KV that a peer stores is copied in a tenth of the seconds, and requests end
+    sooner than with host memory; at the speed of host memory nothing changes. After each step all
+    blocks are accounted for, and in the end none is lent."""
+    cost = RP.StepCost(5e-3, 1e-4, 1e-6, 5e-5)
+    arrivals = TR.generate("random:n=150,rate=12,input=50:150,output=200:400", 0)
+    trace = [replace(a, client="ab"[i % 4 == 0]) for i, a in enumerate(arrivals)]
+    peer, copies = lend_run(trace, cost, 0.1)
+    slow, _ = lend_run(trace, cost, 1.0)
+    sizes, route = LEND_SIZES, lambda a, replicas: replicas[a.client == "b"]
+    host = [RP.Replica(cost, **sizes) for _ in range(2)]
+    want = SIM.simulate(trace, host, route, SIM.Report())
+    assert slow == want
+    assert peer["e2e_mean"] < 0.98 * want["e2e_mean"]
+    assert peer["preemptions"] == want["preemptions"] > 50
+    assert sum(lent for _, lent, *_ in copies) > 0.5 * len(copies) > 25
+    for _, lent, n, copied in copies:
+        assert copied == pytest.approx(n * (0.1 if lent else 1))
+
+
+def test_pools_lender_gets_its_memory_back():
+    """Requests that fill the lender: its blocks are given back, it preempts none, and its next step
+    pays for the copy to host memory, from which the borrower swaps in."""
+    cost = RP.StepCost(5e-3, 1e-4, 0.0, 5e-5)
+    trace = [TR.Arrival(0.0, ((i, 400),), 1200, "a") for i in range(4)]
+    alone = [TR.Arrival(4.0, ((9, 3900),), 20, "b")]
+    with_loans, copies = lend_run([*trace, *alone], cost, 0.1)
+    assert any(lent for running, lent, *_ in copies if not running)
+    swapped_in = [lent for running, lent, *_ in copies if running]
+    assert swapped_in and not all(swapped_in)
+    ttft = []
+    for load in (alone, [*trace, *alone]):
+        lend_run(load, cost, 0.1, report := SIM.Report())
+        ttft += report.waits["b"]
+    recalled = next(n for running, lent, n, _ in copies if running and not lent)
+    assert ttft[1] - ttft[0] == pytest.approx(5e-5 * recalled), (ttft, recalled)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--pools=1:2:flip"], ["--adapters=8,64"], ["--adapters=8:wait", "--router=rank-aware"],
+     ["--lend", "--kv-swap", "--replicas=2", "--blocks=60"]],
+    ids=" ".join,
+)  # fmt: skip
+def test_pools_program(flags, capsys):
+    """Each flag gives a row for each policy; all requests end."""
+    text = "random:n=60,rate=50,clients=9,input=100:300,output=20:90"
+    assert SIM.main([text, "--policies=fcfs,sjf", "--json", *flags]) == 0
+    results = json.loads(capsys.readouterr().out)
+    assert [m["requests"] for m in results.values()] == [60, 60]
+    assert "--lend" not in flags or results["fcfs"]["preemptions"] > 0
 
 
 def trace_of(text: str) -> None:
@@ -12994,6 +13273,52 @@ def test_policies_rag_cache_is_greedy_dual_with_frequency():
         check_blocks(allocator, [])
 
 
+def rag_prefill(policy, text, seed, cost) -> tuple[int, float]:
+    """Prompt tokens that a trace of documents computes, and the seconds that they take."""
+    sizes = dict(num_blocks=350, max_num_batched_tokens=512, max_num_seqs=8)
+    replica, seconds = RP.Replica(cost, policy, **sizes), 0.0
+    more = replica._more_seconds
+
+    def observe(plan):
+        nonlocal seconds
+        for seq, n in plan.run:
+            if seq.num_computed_tokens < seq.n_prompt:
+                seconds += n * cost.per_token + cost.per_key * n * (seq.num_computed_tokens + n / 2)
+        return more(plan)
+
+    replica._more_seconds = observe
+    SIM.simulate(TR.generate(text, seed), [replica], SIM.RoundRobin(), SIM.Report())
+    scheduler = replica.scheduler
+    return scheduler.n_admitted_tokens - scheduler.n_hit_tokens, seconds
+
+
+def test_policies_rag_cache_weighs_recomputation():
+    """RAGCache's claims, simulated: on shared documents fewer tokens are recomputed than under LRU;
+    where some documents follow a long prompt, whose keys they read, and others do not, the cost by
+    depth saves seconds. Of two leaves that are used equally often, the deeper one is kept."""
+    text = "rag:n=300,rate=3,documents=60,top=1,document=200/500,input=20,output=4:8"
+    mixed = "rag:n=200,rate=2,documents=40,top=1,document=100:400,input=20,output=4:8,system={}"
+    mixed = "+".join(mixed.format(tokens) for tokens in (2000, 16))
+    cost = RP.StepCost(5e-3, 1e-4, 1e-7)
+    lru, pgdsf = (rag_prefill(policy, text, 1, cost) for policy in ("fcfs", "rag-cache"))
+    assert pgdsf[0] < 0.95 * lru[0], (lru, pgdsf)
+    flat, deep = (rag_prefill(f"rag-cache:key_cost={k}", mixed, 1, cost) for k in (0, 1e-3))
+    assert deep[1] < 0.98 * flat[1], (flat, deep)
+    for key_cost in (0.0, 1e-3):
+        policy, allocator = POLICY.KnowledgeCache(key_cost), P.BlockAllocator(4, 2)
+        policy.begin_step(SimpleNamespace(allocator=allocator))
+        allocator.eviction_key = policy.eviction_key
+        chains = [allocator.allocate() for _ in range(3)], [allocator.allocate()]
+        for chain in chains:  # the deep one is the least recently used
+            node = 0
+            for i, block in enumerate(chain):
+                node = allocator.register(block, node, (len(chain), i))
+            allocator.release(chain)
+        allocator.allocate()
+        assert (chains[1][0] in allocator.entries) == (key_cost == 0.0)
+        assert (chains[0][-1] in allocator.entries) == (key_cost > 0.0)
+
+
 def test_policies_pause_waste_is_memory_times_time():
     """The waste of each choice equals its integral over small steps; the chosen one is the least,
     so over any calls its total is at most that of any fixed choice, and each choice wins at times.
@@ -13083,6 +13408,7 @@ REFUSED |= {
         "deadline:slos.a=nan": r"slos\.a", "deadline:group_size=0": "group_size",
         "slo-mix:slo=0": "slo", "slo-mix:base=-1": "base", "slo-mix:per_token=inf": "per_token",
         "s3:buckets=0": "buckets", "s3:deviations=-1": "deviations", "rag-cache:x=1": "'x'",
+        "rag-cache:key_cost=-1": "key_cost",
     }.items()
 }  # fmt: skip
 

@@ -5,8 +5,9 @@ largest sum of their shares. A request takes its seconds in one of an engine's s
 simulated seconds. serving/colocation.py is about what is placed where, and prints both tables.
 
 Orion (Strati et al., EuroSys 2024). Best-effort kernels run only while the high-priority client is
-    idle or runs a kernel with another bottleneck, and only short ones. Loses: in best-effort throughput, to naive sharing, with long kernels, which never run,
-    or with the bottleneck of the high-priority kernels.
+    idle or runs a kernel with another bottleneck, and only short ones. Loses: in best-effort
+    throughput, to naive sharing, with long kernels, which never run, or with the bottleneck of the
+    high-priority kernels.
 QLM (Patke et al., SoCC 2024, arXiv:2407.00047), its part about several models. Requests are grouped
     by model and SLO; groups are ordered by estimated waiting times, which include swapping models
     (request groups, waiting time estimator, global scheduler; here a local search in place of its
