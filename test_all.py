@@ -12229,6 +12229,7 @@ def test_simulate_reports_what_clients_saw():
     got = report.metrics([scheduler, scheduler])
     want = dict(requests=2, seconds=2.1, tokens_per_second=6 / 2.1, ttft_p50=0.25, ttft_p99=1.0)
     want |= dict(e2e_mean=0.75, within_slo=0.5, goodput=1 / 2.1, worst_client_ttft=1.0)
+    want |= dict(qoe=(1 + POLICY.qoe(2.0, [3.0, 3.05, 3.1], 0.5, 10.0)) / 2)
     want |= dict(preemptions=0, hit_rate=0, replica_seconds_per_1000_tokens=2 * 2.1e3 / 6)
     assert {name: got[name] for name in want} == pytest.approx(want)
     assert got["itl_p50"] == pytest.approx(0.05, rel=0.011)
@@ -12362,21 +12363,24 @@ def test_simulate_foretells_the_engine(tmp_path, capsys):
 # serving/pools.py
 # --------------------------------------------------------------------------------------------------
 
-POOLS_COST = RP.StepCost(5e-3, 1e-4, 1e-6)
+POOLS_COST = RP.StepCost(5e-3, 1e-4, 1e-6, 5e-5)
 POOLS_SIZES = dict(num_blocks=2000, max_num_batched_tokens=512, max_num_seqs=32, prefix_cache=False)
 
 
-def pools_run(trace, n, m, flip=False, seconds=1e-6, slo=(1.0, 0.02), **sizes):
-    """Metrics of a trace on n prefill and m decode replicas, the Pools, and the Report."""
-    replicas = [POOLS.PoolReplica(POOLS_COST, **POOLS_SIZES | sizes) for _ in range(n + m)]
-    pools, report = POOLS.Pools(replicas, n, seconds, slo, flip), SIM.Report(slo)
-    return SIM.simulate(trace, replicas, pools, report, [pools, *replicas]), pools, report
+def pools_run(
+    trace, n, m, flip=False, seconds=1e-6, slo=(1.0, 0.02), report=None, cost=POOLS_COST, **sizes
+):
+    """Metrics of a trace on n prefill and m decode replicas, and the Pools."""
+    replicas = [POOLS.PoolReplica(cost, **POOLS_SIZES | sizes) for _ in range(n + m)]
+    pools = POOLS.Pools(replicas, n, seconds, slo, flip)
+    report = report or SIM.Report(slo)
+    return SIM.simulate(trace, replicas, pools, report, [pools, *replicas]), pools
 
 
-def engine_pools(trace, token_seconds, **sizes) -> list[list[float]]:
+def engine_pools(trace, cost, token_seconds, **sizes) -> list[list[float]]:
     """Timestamps of each request on a prefill Engine and a decode Engine, both on clocks, between
     which export_request and import_request move it."""
-    prefill, decode = (ClockedEngine(POOLS_COST, "fcfs", **sizes) for _ in range(2))
+    prefill, decode = (ClockedEngine(cost, "fcfs", **sizes) for _ in range(2))
     waiting, outputs, sent, link = deque(enumerate(trace)), {}, deque(), 0.0
     while waiting or prefill.unfinished:
         if not prefill.unfinished:
@@ -12408,32 +12412,35 @@ def test_pools_timestamps_are_the_engines(cache, blocks):
     trace = list(TR.generate(text, seed=blocks))
     sizes = dict(num_blocks=blocks, block_size=2, max_num_batched_tokens=24, max_num_seqs=6)
     sizes |= dict(prefix_cache=cache)
-    found = {}
-    replicas = [POOLS.PoolReplica(POOLS_COST, **sizes) for _ in range(2)]
-    pools = POOLS.Pools(replicas, 1, 4e-4)
+    found, cost = {}, replace(POOLS_COST, per_swapped=0.0)  # the Engine's KV is in host memory
     report = SimpleNamespace(
-        add=lambda a, output: found.update({a: output.timestamps}), metrics=lambda schedulers: {}
+        add=lambda a, output: found.update({a: output.timestamps}),
+        metrics=lambda schedulers: [scheduler.n_preempted for scheduler in schedulers],
     )
-    SIM.simulate(trace, replicas, pools, report, [pools, *replicas])
-    assert [found[a] for a in trace] == engine_pools(trace, 4e-4, **sizes)
-    assert (replicas[1].scheduler.n_preempted > 0) == (blocks == 60)
+    more = dict(seconds=4e-4, report=report, cost=cost)
+    preempted, pools = pools_run(trace, 1, 1, **more, **sizes)
+    assert [found[a] for a in trace] == engine_pools(trace, cost, 4e-4, **sizes)
+    assert (preempted[1] > 0) == (blocks == 60)
     assert pools.tokens_sent == sum(a.n_prompt for a in trace if a.max_new_tokens > 1)
-    one = simulated_timestamps(trace, CheckedReplica(POOLS_COST, **sizes))
+    one = simulated_timestamps(trace, CheckedReplica(cost, **sizes))
     assert [len(found[a]) for a in trace] == [*map(len, one)]
     assert all(list(found[a]) == sorted(found[a]) for a in trace)
 
 
 def test_pools_transfers_take_bytes_over_bandwidth(capsys):
     """Two prompts at once: the second transfer follows the first, each takes its bytes over the
-    bandwidth; --bandwidth and --model give the seconds of a token."""
+    bandwidth, and nothing else waits for it; --bandwidth and --model give the seconds of a token.
+    """
     trace = [TR.Arrival(0.0, ((i, 100 * i),), 2) for i in (1, 2)]
     arrivals, receive = [], POOLS.PoolReplica.send
     with pytest.MonkeyPatch.context() as patch:
         note = lambda r, part, t: (arrivals.append((part.n_prompt, t)), receive(r, part, t))
         patch.setattr(POOLS.PoolReplica, "send", note)
-        *_, report = pools_run(trace, 1, 1, seconds=1e-3)
+        pools_run(trace, 1, 1, seconds=1e-3, report=(report := SIM.Report()))
     ready = POOLS_COST(300, 300)
     assert arrivals[2:] == [(100, pytest.approx(ready + 0.1)), (200, pytest.approx(ready + 0.3))]
+    steps = POOLS_COST(1, 101), POOLS_COST(1, 201)  # no copy from host memory
+    assert report.e2e.tolist() == pytest.approx([ready + 0.1 + steps[0], ready + 0.3 + steps[1]])
     args, _ = SIM.parse_args(["random", "--pools", "2:3:flip", "--bandwidth", "1e9"])
     sizes = dict(num_blocks=99)
     replicas, pools, actors = SIM.make_replicas(args, POOLS_COST, "fcfs", **sizes)
@@ -12467,11 +12474,32 @@ def test_pools_flip_beats_fixed_pools_when_the_mix_changes():
     end = prompts[-1].arrival_time
     trace = prompts + [replace(a, arrival_time=a.arrival_time + end) for a in outputs]
     fixed = [pools_run(trace, n, 4 - n)[0]["goodput"] for n in (1, 2, 3)]
-    metrics, pools, _ = pools_run(trace, 2, 2, flip=True)
+    metrics, pools = pools_run(trace, 2, 2, flip=True)
     assert metrics["requests"] == len(trace)
     assert metrics["goodput"] > 1.15 * max(fixed), (metrics["goodput"], fixed)
     assert 2 <= pools.n_flips <= 6 and not pools.draining
     assert pools.prefill and pools.decode and len({*pools.prefill, *pools.decode}) == 4
+
+
+def test_pools_flip_only_what_the_other_pool_can_spare():
+    """With more queued prompts than their objective allows, a decode replica changes roles, once it
+    is empty; not if the decode replicas need each other."""
+    for busy in (False, True):
+        replicas = [POOLS.PoolReplica(POOLS_COST, **POOLS_SIZES) for _ in range(4)]
+        pools = POOLS.Pools(replicas, 2, 1e-6, (1.0, 0.02), flip=True)
+        part = lambda tokens: RP.Part.of(TR.Arrival(0.0, ((1, tokens),), 9))
+        for replica in replicas[:2] * 2:
+            replica.send(part(6000), 0.0)
+        for replica in replicas[2:] * (2 if busy else 1):
+            received = part(3000)
+            received.swapped_kv = POOLS.ReceivedKV(3000, [], [])
+            replica.send(received, 0.0)
+        pools._flip()
+        assert pools.n_flips == (not busy) and len(pools.prefill) == 2
+        assert len(pools.decode) == 2 - (not busy)
+        replicas[2].arriving.clear()
+        pools._flip()
+        assert len(pools.prefill) == 2 + (not busy)
 
 
 def test_pools_place_by_predicted_length():
@@ -12485,7 +12513,7 @@ def test_pools_place_by_predicted_length():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(POOLS.Pools, "_place", place)
             for seed in (0, 1, 2):
-                metrics, *_ = pools_run(TR.generate(text, seed), 1, 2, num_blocks=150)
+                metrics, _ = pools_run(TR.generate(text, seed), 1, 2, num_blocks=150)
                 preempted[place] += metrics["preemptions"]
                 seconds[place] += metrics["e2e_mean"]
     assert preempted[POOLS.Pools._place] < 0.85 * preempted[fewest], preempted
@@ -12557,6 +12585,8 @@ class CheckedLender(POOLS.LendingReplica):
     def _copied(self, part, n):
         copied = super()._copied(part, n)
         lent = part in self.ledger.loans
+        if lent and not part.running:
+            assert self.ledger.spare(self.ledger.loans[part].lender) >= 0
         self.copies.append((part.running, lent, n, copied))
         return copied
 
@@ -12599,6 +12629,9 @@ def test_pools_lender_gets_its_memory_back():
     pays for the copy to host memory, from which the borrower swaps in."""
     cost = RP.StepCost(5e-3, 1e-4, 0.0, 5e-5)
     trace = [TR.Arrival(0.0, ((i, 400),), 1200, "a") for i in range(4)]
+    queue = [TR.Arrival(0.0, ((i, 1900),), 1200, "b") for i in (7, 8)]
+    _, copies = lend_run([*trace, *queue], cost, 0.1)  # the second of b waits for the first
+    assert copies and not copies[0][1]
     alone = [TR.Arrival(4.0, ((9, 3900),), 20, "b")]
     with_loans, copies = lend_run([*trace, *alone], cost, 0.1)
     assert any(lent for running, lent, *_ in copies if not running)
@@ -13151,6 +13184,19 @@ def test_policies_qoe_beats_fcfs_in_overload():
 
 def policy_in_time(jobs, slos) -> int:
     return sum(job.times[0] - job.at <= slos[job.client] for job in jobs)
+
+
+def test_policies_qoe_beats_fcfs_in_the_report():
+    """Simulated in overload: the mean QoE of --policies fcfs,qoe with the SLO as the pace."""
+    cost, slo = RP.StepCost(2e-2, 1e-4, 1e-6, 1e-6), (1.0, 0.1)
+    for seed in (0, 1):
+        found = []
+        for policy in ("fcfs", "qoe:ttft=1,rate=10"):
+            replica = RP.Replica(cost, policy, num_blocks=300, kv_swap=True)
+            trace = TR.generate("random:n=100,rate=6,input=100:300,output=100:300", seed)
+            metrics = SIM.simulate(trace, [replica], SIM.RoundRobin(), SIM.Report(slo))
+            found.append(metrics["qoe"])
+        assert 0 < 1.2 * found[0] < found[1] < 1, (seed, found)
 
 
 def test_policies_deadline_meets_more_than_fcfs_and_edf():

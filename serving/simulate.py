@@ -27,6 +27,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from generation.config import parse_slo
 from huggingface.tokenizer import one_line
 from paged_kv import Output, SamplingParams, Scheduler
 from serving.batch import percentile, replay
+from serving.policies import qoe
 from serving.pools import (
     AdapterReplica, Adapters, Ledger, LendingReplica, PoolReplica, Pools, RankAware,
     advance_together,
@@ -82,6 +84,7 @@ class Report:
     requests: int = 0
     tokens: int = 0
     good: int = 0  # requests within the SLO
+    qoe: float = 0.0  # sum over requests, for a reader whose pace is the SLO
     first: float = math.inf  # arrival
     last: float = -math.inf  # token
     itl: Histogram = field(default_factory=Histogram)
@@ -102,6 +105,9 @@ class Report:
         self.waits[arrival.client].append(ttft)
         self.requests, self.tokens = self.requests + 1, self.tokens + len(times)
         self.good += ttft <= self.slo[0] and sum(gaps) <= self.slo[1] * len(gaps)
+        in_time = ttft <= self.slo[0] and max(gaps, default=0.0) <= self.slo[1]
+        seen = [] if in_time else [*accumulate(gaps, initial=times[0])]
+        self.qoe += 1.0 if in_time else qoe(start, seen, self.slo[0], 1 / self.slo[1])
         self.first, self.last = min(self.first, start), max(self.last, times[-1])
 
     def metrics(self, schedulers: Sequence[Scheduler]) -> dict[str, float]:
@@ -120,6 +126,7 @@ class Report:
             "e2e_mean": sum(self.e2e) / len(self.e2e),
             "within_slo": self.good / self.requests,
             "goodput": self.good / seconds,
+            "qoe": self.qoe / self.requests,
             "worst_client_ttft": max(sum(w) / len(w) for w in self.waits.values()),
             "preemptions": preempted,
             "hit_rate": hits / max(1, admitted),
@@ -295,6 +302,7 @@ COLUMNS = {  # metric: (heading, factor, format)
     "e2e_mean": ("mean s", 1, ".2f"),
     "within_slo": ("in SLO", 100, ".0f"),
     "goodput": ("good/s", 1, ".2f"),
+    "qoe": ("QoE", 1, ".2f"),
     "worst_client_ttft": ("worst s", 1, ".2f"),
     "preemptions": ("preempt", 1, ".0f"),
     "hit_rate": ("hit %", 100, ".0f"),
@@ -304,7 +312,8 @@ COLUMNS = {  # metric: (heading, factor, format)
 
 def table(results: dict[str, dict[str, float]]) -> str:
     """A row per policy. worst s: mean time to the first token of the client that waits longest;
-    good/s: requests per second within the SLO; s/1k tok: replica seconds per 1000 tokens."""
+    good/s: requests per second within the SLO; QoE: quality of experience of a reader whose pace is
+    the SLO (policies.qoe), the mean; s/1k tok: replica seconds per 1000 tokens."""
     width = max(map(len, results)) + 1
     rows = [f"{'':{width}}" + "".join(f"{heading:>10}" for heading, *_ in COLUMNS.values())]
     for name, metrics in results.items():
