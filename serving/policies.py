@@ -15,7 +15,7 @@ serving.simulate` compares them on a trace in seconds.
     deadline          QLM: earliest deadline first, groups that are too late last
     slo-mix           ConServe: offline requests fill steps up to the online requests' SLO
     s3                S3: blocks are reserved for the predicted output
-    rag-cache         RAGCache: cached blocks are evicted by frequency and age (PGDSF)
+    rag-cache         RAGCache: cached blocks are evicted by frequency, cost and age (PGDSF)
 
 All sort by Engine.add's `priority` first, so there is no separate policy for it. sjf, mlfq, qoe and
 deadline cost one to five microseconds per sequence and step.

@@ -21,7 +21,8 @@ Adapters (CaraServe, arXiv:2401.11240). Each client has a LoRA adapter, copied f
     others in the batch, which wait for the CPU too; RankAware gains nothing where ranks are equal.
 Lending (AQUA, arXiv:2407.21255). A preempted sequence's KV goes to free memory of another replica,
     over a faster link than host memory's. The lender gets it back when its own sequences need it,
-    and its next step waits for the copy to host memory. Loses: when all are full at the same time.
+    and its next step waits for the copy to host memory. Gains nothing when all are full at the same
+    time, or when a copy to host memory is short beside a step.
 
 Hook: a subclass of Replica for each, under the real Scheduler and BlockAllocator; Pools and
 RankAware are routers. Equivalence (test_all.py): timestamps of --pools 1:1 == those of two real
@@ -153,7 +154,7 @@ class Pools:
     # ---- placement by predicted length ----
 
     def _predicted(self, part: Part) -> float:
-        """Tokens at its end."""
+        """Tokens at its end. The first predictions of a client are exact: max_new_tokens."""
         return part.n_prompt + self.predictor.predict(part)
 
     def _reserved(self, replica: PoolReplica) -> float:

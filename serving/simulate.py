@@ -3,7 +3,8 @@
     python -m serving.simulate TRACE --policies fcfs,fair,sjf --replicas 4 --plot out.png
 
 TRACE is a file or a description (traces.py). The replicas run the real Scheduler on a virtual clock
-(replica.py). What a step costs is linear, base + per_token tokens + per_key keys read: --calibrate
+(replica.py); they may be prefill and decode pools, have LoRA adapters, or lend each other memory
+(pools.py). What a step costs is linear, base + per_token tokens + per_key keys read: --calibrate
 measures it on this machine, --device computes it from published peak rates, a lower bound.
 
 What it does not know: other programs on the machine, and costs that are not linear (a step of few
