@@ -752,17 +752,18 @@ def _block_scale(scale_ptr, row, length, start):
 
 @jit
 def _quantize_kernel(
-    x_ptr, out_ptr, scale_ptr, x_strides, out_strides, T, D: tl.constexpr, HADAMARD: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    x_ptr, out_ptr, scale_ptr,  # (B, T, H, D), the same in e4m3, (B, H, blocks) fp32
+    x_strides, out_strides, T, D: tl.constexpr, HADAMARD: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK rows of a head in e4m3 with one scale."""
+    """BLOCK rows of a head in e4m3 with one scale. Grid: (blocks of rows, heads, batch)."""
     block, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     t = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]
     mask = (t < T) & (d < D)
     at = b * x_strides[0] + t * x_strides[1] + head * x_strides[2] + d * x_strides[3]
     x = tl.load(x_ptr + at, mask=mask, other=0.0)
-    if HADAMARD:  # entry (i, j) of Sylvester's matrix is -1 where i & j has an odd number of ones
+    if HADAMARD:  # Sylvester's matrix is -1 where i & j has an odd number of ones; D <= 256
         bits = tl.arange(0, BLOCK_D)[:, None] & d
         bits ^= bits >> 4
         bits ^= bits >> 2
@@ -1503,15 +1504,18 @@ def quantize_blocks(
 ) -> tuple[Tensor, Tensor]:
     """x (B, T, H, D) -> e4m3 of the same shape and scales (B, H, ceil(T / 128)) fp32: one scale per
     128 rows of a head, which maps their largest magnitude to 448. hadamard: rotate the rows first.
-    transposed: contiguous along T, in rows padded to a multiple of 128."""
+    transposed: the result is contiguous along T, in memory for a multiple of 128 rows."""
     T, D = x.shape[1], x.shape[3]
+    use_kernel = x.is_cuda and triton is not None  # the interpreter's casts to e4m3 do not round
     if hadamard:
         _check(D & (D - 1) == 0, f"hadamard=True requires a head dim of a power of two, not {D}")
-    if x.is_cuda and triton is not None:  # the interpreter's casts to e4m3 do not round
+        size = (FP8_BLOCK + D) * D * x.element_size()  # the rows and the matrix
+        if not use_kernel or size > _device_properties(x.device.index)[1]:
+            hadamard = False
+            with torch.autocast(x.device.type, enabled=False):
+                x = x.float() @ hadamard_matrix(D).to(x.device)
+    if use_kernel:
         return _quantize(x, hadamard, transposed)
-    if hadamard:
-        with torch.autocast(x.device.type, enabled=False):
-            x = x.float() @ hadamard_matrix(D).to(x.device)
     rows = F.pad(x.float(), (0, 0, 0, 0, 0, -T % FP8_BLOCK)).unflatten(1, (-1, FP8_BLOCK))
     scale = rows.abs().amax((2, 4), keepdim=True).clamp(min=1e-12) / 448
     x8 = (rows / scale).to(torch.float8_e4m3fn).flatten(1, 2)[:, :T]
@@ -1524,9 +1528,10 @@ def quantize_blocks(
 def _quantize(x: Tensor, hadamard: bool, transposed: bool) -> tuple[Tensor, Tensor]:
     """quantize_blocks by one kernel."""
     (B, T, H, D), blocks = x.shape, -(-x.shape[1] // FP8_BLOCK)
-    x8 = torch.empty(B, T, H, D, dtype=torch.float8_e4m3fn, device=x.device)
+    shape = (B, H, D, blocks * FP8_BLOCK) if transposed else x.shape
+    x8 = torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device)
     if transposed:
-        x8 = x8.new_empty(B, H, D, blocks * FP8_BLOCK).permute(0, 3, 1, 2)[:, :T]
+        x8 = x8.permute(0, 3, 1, 2)[:, :T]
     scale = torch.empty(B, H, blocks, device=x.device)
     with torch.cuda.device_of(x):
         _quantize_kernel[blocks, H, B](

@@ -3495,6 +3495,17 @@ def test_attention_fp8_kernel_quantizes_like_plain_torch(T, D, hadamard, transpo
     assert got.stride(1) == (1 if transposed else 3 * D) and got.shape == x.shape
 
 
+@pytest.mark.parametrize("dtype, D", [("bfloat16", 256), ("float32", 256), ("bfloat16", 512)])
+def test_attention_fp8_kernel_rotates_what_fits_into_shared_memory(dtype, D, monkeypatch):
+    """On a GPU, larger rotations are a matmul before the kernel."""
+    x = normal(1, 3, 2, D, dtype=getattr(torch, dtype)).cpu()
+    monkeypatch.setattr(A, "triton", A.triton or object())
+    monkeypatch.setattr(A, "_quantize", lambda *args: args)
+    got, in_kernel, _ = A.quantize_blocks(x.as_subclass(OnGPU), hadamard=True)
+    assert in_kernel == (dtype == "bfloat16" and D == 256)
+    close(got.float(), x.float() if in_kernel else x.float() @ A.hadamard_matrix(D), 1e-6)
+
+
 @needs_fp8
 def test_attention_fp8_blocks_have_their_own_scales(monkeypatch):
     """With blocks of 128 rows of different magnitude, the kernel == the same roundings in plain
