@@ -3,13 +3,13 @@
     python -m generation.bench --gpu-report              everything, about 20 minutes
     python -m generation.bench --gpu-report attention    the entries whose title contains a word
 
-Each entry runs in a process of its own, with a time limit: a crash in one leaves the others.
+Each entry runs in a process of its own, with a time limit, so that a crash ends only that entry.
 Writes BENCHMARKS-GPU.md (device, driver, versions, tables) and BENCHMARKS-GPU.json (the same) to
 the current folder. Without a GPU it prints what it would run.
 
-Kernel times are medians of triton.testing.do_bench: GPU time, with an emptied L2 cache; of short
-kernels within a CUDA graph, so that launches do not count, over copies of the inputs that exceed
-the L2 cache. TFLOP/s count the visible scores only (causal: half); GB/s count each input once.
+Kernel times are medians of triton.testing.do_bench: GPU time, with the L2 cache flushed. Short
+kernels run in a CUDA graph, without launch overhead, over copies of the inputs that exceed the L2
+cache. TFLOP/s count the visible scores only (causal: half); GB/s count each input once.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ if __name__ == "__main__" and not __package__:
     raise SystemExit("run: python -m generation.bench --gpu-report")
 
 import argparse
+import contextlib
 import json
 import platform
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -36,6 +38,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
 ROOT = Path(__file__).resolve().parents[1]
+GRACE = 60  # seconds from SIGTERM to SIGKILL
 Row = dict[str, Any]
 
 # --------------------------------------------------------------------------------------------------
@@ -44,14 +47,15 @@ Row = dict[str, Any]
 
 
 def milliseconds(f: Callable[[], Any]) -> float:
-    """Median GPU time of f()."""
+    """Median GPU time of f(), with the L2 cache flushed before each call."""
     from triton.testing import do_bench
 
     return do_bench(f, warmup=20, rep=100, return_mode="median")
 
 
 def graph_milliseconds(f: Callable[..., Any], *args: Any) -> float:
-    """Of f(*args) within a CUDA graph. args: tensors, tuples of them, or None."""
+    """GPU time of f(*args) in a CUDA graph of calls over copies of args, 256 MB together, which
+    exceed the L2 cache. args: tensors, tuples of them, or None."""
     size = sum(x.nbytes for x in tree_leaves(args) if isinstance(x, torch.Tensor))
     clone = lambda x: x.clone() if isinstance(x, torch.Tensor) else x
     copies = [tree_map(clone, args) for _ in range(-(-(2**28) // size))]
@@ -69,7 +73,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def copy_table() -> Iterator[Row]:
-    """Bandwidth of a copy and of a sum, and the rate of a bf16 matrix product: the ceilings."""
+    """The ceilings: bandwidth of a copy and of a sum, TFLOP/s of a bf16 matmul."""
     x = randn(2**30)
     y = torch.empty_like(x)
     yield {"case": "copy", "GB/s": 2 * x.nbytes / milliseconds(lambda: y.copy_(x)) / 1e6}
@@ -116,7 +120,7 @@ def attention_table() -> Iterator[Row]:
 
 
 def decode_table() -> Iterator[Row]:
-    """Attention of one new token per sequence, of a dense and of a paged cache: GB/s of KV."""
+    """Attention of one new token per sequence, with a dense and a paged KV cache: GB/s of KV."""
     from attention import decode_attention
     from paged_kv import paged_attention
 
@@ -124,10 +128,9 @@ def decode_table() -> Iterator[Row]:
         q, k, v = randn(B, 1, 32, 128), randn(B, S, 8, 128), randn(B, S, 8, 128)
         ms = graph_milliseconds(decode_attention, q, k, v)
         yield {"case": f"dense, B {B}, {S} keys, 32 / 8 heads", "GB/s": 2 * k.nbytes / ms / 1e6}
-    for B, S, width in ((32, 4096, 576),):
-        q, k = randn(B, 1, 128, width), randn(B, S, 1, width)
-        ms = graph_milliseconds(partial(decode_attention, latent_dim=512), q, k, None)
-        yield {"case": f"dense MLA, B {B}, {S} keys, 128 heads", "GB/s": k.nbytes / ms / 1e6}
+    q, k = randn(32, 1, 128, 576), randn(32, 4096, 1, 576)
+    ms = graph_milliseconds(partial(decode_attention, latent_dim=512), q, k, None)
+    yield {"case": "dense MLA, B 32, 4096 keys, 128 heads", "GB/s": k.nbytes / ms / 1e6}
     int32 = partial(torch.tensor, device="cuda", dtype=torch.int32)
     for B, S, heads, latent in ((32, 4096, (32, 8, 128), None), (1, 32768, (32, 8, 128), None),
                                 (32, 4096, (128, 1, 576), 512)):  # fmt: skip
@@ -143,7 +146,7 @@ def decode_table() -> Iterator[Row]:
 
 
 def linear_table() -> Iterator[Row]:
-    """Weight-only layers at Llama-3.1-8B's shapes, in GB/s of the weight; FP8 matrix products."""
+    """Weight-only layers at Llama-3.1-8B's shapes, in GB/s of the weight; FP8 matmuls."""
     from quantization.gemm import gemm, random_qweights, weight_only_matmul
     from quantize import fp8_matmul, to_fp8
 
@@ -210,7 +213,7 @@ TABLES = {
 
 @dataclass
 class Entry:
-    """One command of the report, and what came of it."""
+    """One command of the report, and its result."""
 
     title: str
     command: str  # after `python`
@@ -222,13 +225,19 @@ class Entry:
 
     def run(self) -> None:
         start = time.perf_counter()
-        pipe = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
         argv = [sys.executable, *shlex.split(self.command)]
-        try:
-            done = subprocess.run(argv, timeout=self.timeout, **pipe)
-            self.exit_code, self.output = done.returncode, done.stdout[-20_000:]
-        except subprocess.TimeoutExpired as e:
-            self.output = (e.stdout or b"").decode(errors="replace")[-20_000:]
+        with tempfile.TemporaryFile("w+", errors="replace") as out:
+            process = subprocess.Popen(argv, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT)
+            try:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.exit_code = process.wait(self.timeout)
+            finally:
+                process.terminate()  # torchrun then ends its workers, which kill() would leave
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(GRACE)
+                process.kill()
+            out.seek(0)
+            self.output = out.read()[-20_000:]
         self.seconds = time.perf_counter() - start
 
     def status(self) -> str:
@@ -267,8 +276,8 @@ def entries(n_gpus: int) -> list[Entry]:
     rows += map(check, ("training/chunked_loss.py", "training/optimizers.py", "training/lora.py"))
     rows += map(check, ("training/offload.py", "training/recompute.py", "generation/sampling.py"))
     if n_gpus > 1:
-        spawn = f"-m torch.distributed.run --standalone --nproc-per-node {n_gpus} "
-        rows += [Entry("tensor parallel", f"{spawn} parallel.py")]
+        spawn = f"-m torch.distributed.run --standalone --nproc-per-node {n_gpus}"
+        rows.append(Entry("tensor parallel", f"{spawn} parallel.py"))
         for flags in (f"--dp {n_gpus} --zero 3", f"--tp {n_gpus}", f"--pp {n_gpus}"):
             rows.append(Entry(f"training, {flags}", f"{spawn} {train} {flags}"))
     return rows
@@ -298,7 +307,7 @@ def machine() -> dict[str, Any]:
 
 
 def markdown_table(output: str) -> str:
-    """The JSON lines of a --table as a Markdown table; any other output as it is."""
+    """The JSON lines of a --table as a Markdown table; any other output as a code block."""
     try:
         rows = [json.loads(line) for line in output.splitlines()]
         columns = list(dict.fromkeys(key for row in rows for key in row))
@@ -311,7 +320,7 @@ def markdown_table(output: str) -> str:
 
 
 def write_report(system: dict[str, Any], done: list[Entry]) -> None:
-    """Both files; called after each entry, so that a killed report keeps what it has."""
+    """Write both files; called after each entry, so that a killed report keeps its results."""
     lines = ["# Measured on a GPU", "", ", ".join(f"{k} {v}" for k, v in system.items()), ""]
     for e in done:
         lines += [f"## {e.title}", "", f"`python {e.command}`: {e.status()}"]
@@ -345,11 +354,12 @@ def report(words: list[str]) -> int:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("python -m generation.bench", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--gpu-report", nargs="*", metavar="WORD", help="all entries, or some")
-    parser.add_argument("--table", choices=TABLES, help="one table as JSON lines")
+    flags = parser.add_mutually_exclusive_group(required=True)
+    flags.add_argument("--gpu-report", nargs="*", metavar="WORD", help="all entries, or some")
+    flags.add_argument("--table", choices=TABLES, help="one table as JSON lines")
     args = parser.parse_args(argv)
     if args.table is None:
-        return report(args.gpu_report or [])
+        return report(args.gpu_report)
     for row in TABLES[args.table]():
         print(json.dumps(row), flush=True)
     return 0
