@@ -282,8 +282,9 @@ def llm_int8(
     flat = x.reshape(-1, x.shape[-1])
     outlier = (flat.abs() >= OUTLIER_THRESHOLD).any(0)
     y = int8_dynamic(flat.masked_fill(outlier, 0), qweight, scales, None, None)
-    capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()  # a CUDA graph
-    if capturing or torch.compiler.is_compiling():  # no shape may depend on the data
+    compiling = torch.compiler.is_compiling()  # first: the other call cannot be traced
+    if compiling or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        # no shape may depend on the data
         y = y + F.linear(flat * outlier, dequantize(qweight, scales, None).to(x.dtype))
     else:
         columns = outlier.nonzero()[:, 0]
@@ -421,7 +422,8 @@ def fp8_linear(
     matmul: Callable[..., Tensor] = fp8_matmul,
 ) -> Tensor:
     """qweight (N, K) FP8 with the scales of its tiles. x is quantized to e4m3 at run time: by row
-    if the weight has a scale per row, in tiles of 1 x 128 if it has blocks of 128 x 128."""
+    if the weight has a scale per row, in tiles of 1 x 128 if it has blocks of 128 x 128. matmul:
+    called like fp8_matmul."""
     granularity = "rowwise" if scales.shape[1] == 1 else "1x128"
     rows = to_fp8(x.reshape(-1, x.shape[-1]), granularity)
     y = matmul(rows, (qweight, scales), x.dtype, use_fast_accum=True)
@@ -979,10 +981,10 @@ def fp8_training_(
 
     recipe: tensorwise, one scale per operand, the fastest; rowwise, one per row; blockwise,
     DeepSeek-V3's tiles of 1 x 128 and blocks of 128 x 128, the most accurate. grad_dtype: of the
-    gradients, e5m2 for its range, or e4m3fn for one more bit of mantissa (DeepSeek-V3). matmul: as
-    fp8_matmul, such as gemm.block_scaled_matmul for blockwise. Embedding, norms, router and head
-    are unchanged: few of the FLOPs and much of the accuracy. Slower than bf16 without FP8 tensor
-    cores, and with them in layers narrower than about 4096.
+    gradients, e5m2 for its range, or e4m3fn for one more bit of mantissa (DeepSeek-V3). matmul:
+    called like fp8_matmul, such as gemm.block_scaled_matmul for blockwise. Embedding, norms, router
+    and head are unchanged: few of the FLOPs and much of the accuracy. Slower than bf16 without FP8
+    tensor cores, and with them in layers narrower than about 4096.
     """
     if recipe not in RECIPES:
         raise ValueError(f"FP8 recipe {recipe!r} is unknown; choose from {', '.join(RECIPES)}")

@@ -536,7 +536,7 @@ def _epilogue(accumulator, m, n, M, N, FUNCTIONS, ARGS: tl.constexpr, inputs):
 @jit
 def _gemm_kernel(
     a_ptr, b_ptr, c_ptr,  # (M, K), (N, K), (M, N)
-    a_scale_ptr, b_scale_ptr,  # (M, ceil(K / 128)), (ceil(N / SCALE_N), ceil(K / 128)) or None
+    a_scale_ptr, b_scale_ptr,  # fp32 (M, ceil(K / 128)), (ceil(N / SCALE_N), ceil(K / 128)); None
     FUNCTIONS, inputs, ARGS: tl.constexpr,  # of the epilogue
     M, N, K, stride_am, stride_bn, SCALE_N: tl.constexpr,
     EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -587,6 +587,8 @@ def _gemm_kernel(
     tl.store(c_ptrs, c.to(c_ptr.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
 
 
+FP8 = torch.float8_e4m3fn, torch.float8_e5m2
+
 # By element size of the operands: BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages; first for up to
 # 64 rows, then for more. 8-bit tiles are smaller: they hold two sums and 128 columns per scale.
 GEMM_CONFIGS: dict[int, tuple[tuple[int, int, int, int, int], ...]] = {
@@ -596,9 +598,6 @@ GEMM_CONFIGS: dict[int, tuple[tuple[int, int, int, int, int], ...]] = {
 }
 
 
-FP8 = torch.float8_e4m3fn, torch.float8_e5m2
-
-
 def gemm(
     a: Tensor, b: Tensor, tree: Node = acc, *, a_scale: Tensor | None = None,
     b_scale: Tensor | None = None, dtype: torch.dtype | None = None,
@@ -606,12 +605,11 @@ def gemm(
     """C = tree(A B^T) in one kernel, without intermediate results in memory.
 
     a (M, K), b (N, K): both fp16, bf16, fp32, int8 (summed in int32) or FP8 (e4m3fn or e5m2, summed
-    in fp32). a_scale (M, ceil(K / 128)), b_scale (ceil(N / 128), ceil(K / 128)) fp32: blockwise
-    scales of 8-bit operands, 1 x 128 and 128 x 128, as in DeepSeek-V3; or b_scale (N, ceil(K /
-    128)), 1 x 128 too. tree: built from acc, row, col,
-    matrix, scalar, numbers, + and *, relu, silu, gelu, to_fp16, to_bf16 and any @epilogue_op.
-    -> (M, N) in dtype; None: a's dtype, or bf16 if a has 8 bits. ValueError names the invalid
-    argument.
+    in fp32). a_scale (M, ceil(K / 128)) fp32, one per 1 x 128 elements of an 8-bit a; b_scale
+    (ceil(N / 128), ceil(K / 128)), one per 128 x 128 of b, as DeepSeek-V3's weights, or (N,
+    ceil(K / 128)), one per 1 x 128. tree: built from acc, row, col, matrix, scalar, numbers, + and
+    *, relu, silu, gelu, to_fp16, to_bf16 and any @epilogue_op. -> (M, N) in dtype; None: a's dtype,
+    or bf16 if a has 8 bits. ValueError names the invalid argument.
     """
     ok = a.dim() == b.dim() == 2 and a.shape[1] == b.shape[1]
     _check(ok, f"a must be (M, K) and b (N, K), not {tuple(a.shape)} and {tuple(b.shape)}")
@@ -687,11 +685,11 @@ def block_scaled_matmul(
     a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype = torch.float32,
     use_fast_accum: bool = False, *, fallback: Callable[..., Tensor],
 ) -> Tensor:  # fmt: skip
-    """a b^T (M, N) of FP8 values a (M, K), b (N, K) and their scales, in one launch if the scales
-    change along K, as in `gemm`. fallback(a, b, dtype, use_fast_accum) computes the rest, such as
-    quantize.fp8_matmul, which has a launch per 128 columns there."""
-    (qdata, scale), (_, b_scale) = a, b
-    by_block = scale.shape[1] == b_scale.shape[1] == -(-qdata.shape[1] // 128) > 1
+    """a b^T (M, N) of FP8 a (M, K) and b (N, K), each (values, scales), by one launch of `gemm` if
+    both have a scale per 128 columns. fallback(a, b, dtype, use_fast_accum) multiplies others, such
+    as quantize.fp8_matmul, which launches a matmul per 128 columns."""
+    (qdata, a_scale), (_, b_scale) = a, b
+    by_block = a_scale.shape[1] == b_scale.shape[1] == -(-qdata.shape[1] // 128) > 1
     has_fp8 = INTERPRET or qdata.is_cuda and torch.cuda.get_device_capability(qdata.device)[0] >= 9
     if by_block and has_fp8 and _can_use_triton(qdata):
         return _block_scaled_op(*a, *b, dtype)
