@@ -6360,9 +6360,6 @@ def test_quantize_matmul_equals_its_formula(scheme, dtype):
 def test_quantize_llm_int8_in_a_cuda_graph(monkeypatch):
     """While a CUDA graph is captured, no shape depends on the data, and y is the same."""
 
-    class OnGPU(torch.Tensor):
-        is_cuda = True
-
     layer, x = quantize_layer("llm.int8", 48, 128), quantize_inputs(128, torch.float32)["outliers"]
     want, args = layer(x), (layer.qweight, layer.scales, None, None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -25112,17 +25109,20 @@ def test_generate_gpu_report_lists_commands_that_parse(monkeypatch, capsys):
     assert capsys.readouterr().out.count("\n  python ") == len(REPORT.entries(0))
     assert REPORT.main(["--gpu-report", "serving"]) == 0
     assert "--bench-serving" in capsys.readouterr().out.splitlines()[1]
+    with pytest.raises(SystemExit):
+        REPORT.main([])
 
 
 def test_generate_gpu_report_keeps_what_worked(tmp_path, monkeypatch, capsys):
-    """A failing entry and one over its time limit are reported as such, with their output; rows of
-    a table become Markdown. The exit code counts them."""
+    """A failing entry and one over its time limit, which gets a SIGTERM, are reported as such, with
+    their output; rows of a table become Markdown. The exit code counts them."""
     code = lambda text: f"-c {shlex.quote(text)}"
+    slow = "import signal as s, sys, time; s.signal(s.SIGTERM, lambda *_: sys.exit(print(7))); "
     rows = """print('{"case": "a", "GB/s": 12.345}'); print('{"case": "b", "ms": 2}')"""
     entries = [
         REPORT.Entry("table", code(rows), "all of it"),
         REPORT.Entry("broken", code("print(1, flush=True); 1 / 0")),
-        REPORT.Entry("slow", code("print(7, flush=True); import time; time.sleep(60)"), timeout=3),
+        REPORT.Entry("slow", code(f"{slow}time.sleep(60)"), timeout=3),
     ]
     monkeypatch.setattr(REPORT, "entries", lambda n: entries)
     monkeypatch.setattr(REPORT, "machine", lambda: {"device": "fake"})
@@ -30202,11 +30202,12 @@ def test_checkpoint_flat_regions_of_any_range(shape):
 
 def test_checkpoint_buffers_on_a_gpu(tmp_path, monkeypatch):
     """The thread first selects the GPU of its tensors; the buffers are pinned as one block without
-    gaps of 64 bytes or more, which is freed when other chunks are to be written."""
+    gaps of 64 bytes or more, which is unpinned and then freed when other chunks are written."""
     calls, event = [], SimpleNamespace(synchronize=lambda: None)
     stream = SimpleNamespace(record_event=lambda: event, wait_event=lambda e: None)
     note = lambda name: lambda *args: calls.append((name, threading.current_thread(), *args)) or 0
-    cudart = SimpleNamespace(cudaHostRegister=note("pin"), cudaHostUnregister=note("unpin"))
+    unpin = lambda at: calls.append(("unpin", len(keeper.buffers), at))
+    cudart = SimpleNamespace(cudaHostRegister=note("pin"), cudaHostUnregister=unpin)
     fake = dict(Stream=lambda device: stream, current_stream=lambda device: stream)
     fake |= dict(stream=lambda s: contextlib.nullcontext(), set_device=note("device"))
     fake |= dict(check_error=lambda code: None, cudart=lambda: cudart)
@@ -30225,7 +30226,8 @@ def test_checkpoint_buffers_on_a_gpu(tmp_path, monkeypatch):
     assert all(at <= b.data_ptr() < at + size for b in keeper.buffers.values() if b.numel())
     del state["b"]
     keeper.save(3, state, {})
-    assert [name for name, *_ in calls[3:]] == ["unpin", "device", "pin"] and calls[3][2] == at
+    assert [name for name, *_ in calls[3:]] == ["unpin", "device", "pin"]
+    assert calls[3][1:] == (4, at)  # while the buffers exist
 
 
 def no_space(*args, **kwargs):

@@ -173,27 +173,28 @@ def regions(shape: Sequence[int], dim_indices: Sequence[Sequence[range]]) -> lis
 
 
 def flat_regions(shape: Sequence[int], elements: range) -> list[Block]:
-    """Blocks of a 1-D local tensor that has a range of the elements of the full, flattened tensor.
+    """Blocks of a local tensor (len(elements),), a range of the full tensor's flattened elements.
 
     >>> flat_regions((4, 3), range(2, 10))  # the end of row 0, rows 1 and 2, the start of row 3
     [((0, 2), slice(0, 1), (1, 1)), ((1, 0), slice(1, 7), (2, 3)), ((3, 0), slice(7, 8), (1, 1))]
     """
     if not shape:
         return [((), slice(0, 1), ())]
-    size, blocks, at = math.prod(shape[1:]), [], elements.start
-    while at < elements.stop:
-        row, column = divmod(at, size)
-        rows = 0 if column else (elements.stop - at) // size
-        if rows:
-            n, parts = rows * size, [((0,) * len(shape[1:]), slice(0, rows * size), shape[1:])]
+    row_size, blocks, start = math.prod(shape[1:]), [], elements.start
+    while start < elements.stop:
+        row, column = divmod(start, row_size)
+        rows = 0 if column else (elements.stop - start) // row_size
+        if rows:  # whole ones
+            n = rows * row_size
+            parts = [((0,) * len(shape[1:]), slice(0, n), shape[1:])]
         else:
-            n = min(size - column, elements.stop - at)
+            n = min(row_size - column, elements.stop - start)
             parts = flat_regions(shape[1:], range(column, column + n))
-        start = at - elements.start
+        first = start - elements.start
         for offsets, index, sizes in parts:
-            index = slice(start + index.start, start + index.stop)
+            index = slice(first + index.start, first + index.stop)
             blocks.append(((row, *offsets), index, (max(rows, 1), *sizes)))
-        at += n
+        start += n
     return blocks
 
 
@@ -358,6 +359,7 @@ class Checkpoints:
         self.local_chunks: LocalChunks | None = None
         self.local_writes: set[tuple[str, Sizes]] = set()  # the chunks that this rank writes
         self.buffers: dict[tuple[str, Sizes], Tensor] = {}  # their host copies
+        self.unpin: Callable[[], Any] = lambda: None  # before the buffers are freed
         self.corrupt: set[int] = set()
         self.thread, self.pending = ThreadPoolExecutor(1, "checkpoint"), None
         self.copied, self.event, self.gpu = threading.Event(), None, None
@@ -418,13 +420,14 @@ class Checkpoints:
         if self.group is not None:
             dist.all_reduce(changed, dist.ReduceOp.MAX, self.group)
         if changed:
+            self.unpin()
             self.buffers.clear()
             self.local_writes = assign_writes(self._gather(local_chunks))[self.rank]
             self.local_chunks = local_chunks
 
     def _allocate(self, chunks: Mapping[tuple[str, Sizes], Tensor]) -> None:
-        """Make the host buffers, in one block of memory. For a GPU it is pinned in place: torch's
-        pinned allocator rounds every size up to a power of two."""
+        """Make the host buffers, in one block of memory. For a GPU it is pinned here, because
+        torch's pinned allocator rounds every size up to a power of two."""
         starts = [0, *itertools.accumulate(-(-c.nbytes // ALIGN) * ALIGN for c in chunks.values())]
         slab = mmap.mmap(-1, starts[-1] or 1, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         for (key, c), start in zip(chunks.items(), starts):
@@ -435,13 +438,14 @@ class Checkpoints:
         if self.gpu:
             cudart, at = torch.cuda.cudart(), torch.frombuffer(slab, dtype=torch.uint8).data_ptr()
             torch.cuda.check_error(int(cudart.cudaHostRegister(at, len(slab), 0)))
-            weakref.finalize(slab, cudart.cudaHostUnregister, at)
+            # of self: a finalizer of the slab would run after its memory is unmapped
+            self.unpin = weakref.finalize(self, cudart.cudaHostUnregister, at)
 
     def _stage(self, tensors: Mapping[str, ShardedTensor], ready: Any) -> dict[str, ShardedTensor]:
         """Copy the chunks that this rank writes to reused host buffers. On a GPU the copies run on
         a side stream, after the event `ready`."""
         staged: dict[str, ShardedTensor] = {}
-        if not self.buffers:
+        if self.local_writes and not self.buffers:
             self._allocate({(n, at): tensors[n].chunks[at] for n, at in self.local_writes})
         side = torch.cuda.Stream(self.gpu) if self.gpu else None
         with torch.cuda.stream(side) if side else contextlib.nullcontext():
