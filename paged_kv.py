@@ -49,7 +49,7 @@ import os
 import time
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -738,12 +738,12 @@ class Step(NamedTuple):
     lengths: Tensor  # (R,) int32: cached tokens including the new ones
     ring_slots: Tensor | None = None  # slots and block_table of the layers with ring buffers
     ring_table: Tensor | None = None
-    buffer: Tensor | None = None  # bytes of which the others are views
+    buffer: Tensor | None = None  # (bytes,) uint8, of which the others are views
 
 
-def _views(buffer: Tensor, like: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """Parts of a buffer of bytes with the shapes and dtypes of `like`, one after the other, each at
-    a multiple of 16 bytes, the alignment that kernels are specialized for."""
+def _views(buffer: Tensor, like: Collection[Tensor | None]) -> list[Tensor | None]:
+    """Views of a buffer of bytes with the shapes and dtypes of `like`, in its order, each aligned
+    to 16 bytes, as Triton's and Inductor's kernels expect."""
     sizes = [0 if x is None else -(-x.nbytes // 16) * 16 for x in like]
     parts = zip(buffer.split(sizes), like)
     return [x if x is None else part[: x.nbytes].view(x.dtype).view(x.shape) for part, x in parts]
@@ -813,41 +813,44 @@ class PagedKVCache:
         self.bytes_per_token = nbytes // (num_blocks + 1) // block_size  # rings excluded
 
     def step(self, chunks: list[Chunk], shape: tuple[int, int, int] | None = None) -> Step:
-        """The tensors of a step. With shape (N, R, W), padded to N tokens, R sequences and W blocks
-        of each, and in one buffer, as always on a GPU, which they reach in one copy."""
-        tokens, positions, cu, width = [], [], [0], 1
+        """The tensors of a step. shape (N, R, W): pad them to N tokens, R sequences and W blocks
+        per sequence. With a shape or on a GPU they are views of one buffer, for a single copy."""
+        tokens, positions, cu, used = [], [], [0], 1  # used: blocks of the longest sequence
         for c in chunks:
             end = c.start + len(c.tokens)
             assert len(c.block_table) * self.block_size >= end, "a token without a block"
             tokens += c.tokens
             positions += range(c.start, end)
             cu.append(len(tokens))
-            width = max(width, -(-end // self.block_size))
-        n, r, w = shape or (len(tokens), len(chunks), width)
+            used = max(used, -(-end // self.block_size))
+        n, r, width = shape or (len(tokens), len(chunks), used)
         assert n >= len(tokens) and r >= len(chunks), (n, r)
         lengths = [c.start + len(c.tokens) for c in chunks] + [0] * (r - len(chunks))
         cu += [cu[-1]] * (r - len(chunks))
         pad = [0] * (n - len(tokens))
         i32, i64 = partial(torch.tensor, dtype=torch.int32), partial(torch.tensor, dtype=torch.long)
-        layout = partial(self._layout, chunks, (n, r, width, w))
+        layout = partial(self._layout, chunks, (n, r, width), used)
         slots, table = layout([c.block_table for c in chunks], self.num_blocks)
         tensors = [i64(tokens + pad), i64(positions + pad), slots, table, i32(cu), i32(lengths)]
         if self.windowed:
             tensors += layout([self._ring(c.ring) for c in chunks], self.num_ring_blocks)
-        kind = torch.device(self.device).type
-        if shape is None and kind == "cpu":
+        device_type = torch.device(self.device).type
+        if shape is None and device_type == "cpu":
             return Step(*tensors)
         parts = [F.pad(t.flatten().view(torch.uint8), (0, -t.nbytes % 16)) for t in tensors]
-        host = torch.empty(sum(map(len, parts)), dtype=torch.uint8, pin_memory=kind == "cuda")
-        buffer = torch.cat(parts, out=host).to(self.device, non_blocking=True)
+        size, pin = sum(map(len, parts)), device_type == "cuda"
+        host = torch.cat(parts, out=torch.empty(size, dtype=torch.uint8, pin_memory=pin))
+        buffer = host.to(self.device, non_blocking=True)
         return Step(*_views(buffer, tensors))._replace(buffer=buffer)
 
     def _layout(
-        self, chunks: list[Chunk], shape: tuple[int, ...], tables: list[list[int]], null: int
-    ) -> tuple[Tensor, Tensor]:
-        """Slots (N,), padded with those of block `null`, and block_table (R, W); shape: (N, R, w,
-        W), of whose W blocks w are used. A table shorter than its positions is used in turn."""
-        (n, r, w, width), bs, null_slot = shape, self.block_size, null * self.block_size
+        self, chunks: list[Chunk], shape: tuple[int, int, int], used: int,
+        tables: list[list[int]], null: int,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """For shape (N, R, W): slots (N,), padded with those of block `null`, and block_table
+        (R, W), zeros after column `used`. The blocks of a table shorter than its positions, a ring
+        buffer, are used in turn."""
+        (n, r, width), bs, null_slot = shape, self.block_size, null * self.block_size
         slots, table = [], array("i")
         for c, own in zip(chunks, tables):
             slots += [
@@ -855,11 +858,11 @@ class PagedKVCache:
                 for p in range(c.start, c.start + len(c.tokens))
             ]
             # padded with its own blocks, so that no sequence reads another's KV
-            table.extend((own * -(-w // len(own)))[:w])
-        table.extend(array("i", [0]) * (w * (r - len(chunks))))
+            table.extend((own * -(-used // len(own)))[:used])
+        table.extend(array("i", [0]) * (used * (r - len(chunks))))
         slots = torch.tensor(slots + [null_slot] * (n - len(slots)), dtype=torch.long)
-        table = torch.frombuffer(table, dtype=torch.int32).view(r, w)
-        return slots, table if w == width else F.pad(table, (0, width - w))
+        table = torch.frombuffer(table, dtype=torch.int32).view(r, used)
+        return slots, table if used == width else F.pad(table, (0, width - used))
 
     def attend(
         self, spec: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, *, step: Step
@@ -928,7 +931,8 @@ class PagedKVCache:
         self.copy([pair for ring in blocks for pair in ring], True)
 
     def read(self, table: list[int], n: int, ring: int = 0) -> SwappedKV:
-        """Copy KV of a sequence's first n tokens to the host. On a GPU the copy is only queued."""
+        """Copy KV of a sequence's first n tokens to the host. From a GPU the copy is asynchronous:
+        synchronize the stream before another thread or process reads it."""
 
         def one(layer: int, t: Tensor) -> Tensor:
             blocks = self._ring(ring) if layer in self.windowed else table
@@ -945,6 +949,7 @@ class PagedKVCache:
                 blocks = self._ring(ring) if layer in self.windowed else table
                 n = min(host.n - first, len(blocks) * self.block_size)
                 slots = self._slots(blocks, host.n - n, host.n)
+                # a copy of contiguous memory is asynchronous, that of a slice is not
                 x = x.to(self.device, non_blocking=True)[:, :, -n:]
                 x = F.pad(x, (0, 0) * (x.dim() - 3) + (n - x.shape[2], 0))  # may have held NaN
                 _raw(t).flatten(2, 3).index_copy_(2, slots, x)
@@ -1347,8 +1352,8 @@ CONFIGS: dict[int, tuple[int, tuple[int, int], tuple[int, int]]] = {
     256: (32, (16, 4), (64, 8)),
     1024: (32, (16, 8), (64, 8)),
 }
-# A key's address depends on the block table, so Triton divides the stages between the two loads: 5
-# give two buffers of keys. With 3 there is one, where shared memory is too small for two.
+# A key's address depends on the block table, and Triton divides num_stages between the two loads:
+# with 5, two tiles of keys are in flight; with 3, for small shared memory, one.
 NUM_STAGES, FEW_STAGES = 5, 3
 
 
@@ -1373,6 +1378,24 @@ def _device_properties(index: int | None) -> tuple[int, int, int]:
     return p.multi_processor_count, p.shared_memory_per_block_optin, p.major
 
 
+def _config(
+    q: Tensor, group: int, widest: int, *, decode: bool, has_v: bool, quantized: bool
+) -> tuple[int, int, int, int]:
+    """BLOCK_N, rows per tile, num_warps, num_stages. group: query heads per key head; widest: the
+    largest padded head dim; has_v: values are not a part of the tile of keys."""
+    BLOCK_N, few, many = CONFIGS[min(d for d in CONFIGS if d >= widest)]
+    rows, warps = few if decode and group <= few[0] else many
+    _, shared_memory, major = _device_properties(q.device.index)
+    stages = NUM_STAGES if shared_memory >= 1 << 17 else FEW_STAGES
+    if q.element_size() == 4:
+        rows, stages = min(rows, 32), 1
+    elif widest > 256 and has_v:
+        stages = FEW_STAGES
+    if widest > 256 and (major != 9 or has_v or quantized):
+        rows = min(rows, 32)  # 64 are for Hopper's wgmma, and do not fit beside values or scales
+    return BLOCK_N, rows, warps, stages
+
+
 def _launch(q: Tensor, p: _Pages, options: _ScoreOptions, n_splits: int) -> tuple[Tensor, Tensor]:
     """Launch the kernel. The grid depends on shapes alone, so that a CUDA graph can be replayed
     with other block tables and lengths."""
@@ -1382,21 +1405,14 @@ def _launch(q: Tensor, p: _Pages, options: _ScoreOptions, n_splits: int) -> tupl
     v_scale = p.k_scale if p.v is None and v is not None else p.v_scale
     BLOCK_DV = BLOCK_D if v is None else _next_power_of_2(DV)
     widest = max(BLOCK_D + BLOCK_R, BLOCK_DV)
-    BLOCK_N, few, many = CONFIGS[min(d for d in CONFIGS if d >= widest)]
-    rows, warps = few if N <= R and Hq // Hkv <= few[0] else many
-    num_sms, shared_memory, major = _device_properties(q.device.index)
-    stages = NUM_STAGES if shared_memory >= 1 << 17 else FEW_STAGES
-    if q.element_size() == 4:
-        rows, stages = min(rows, 32), 1
-    elif widest > 256 and v is not None:
-        stages = FEW_STAGES
-    if widest > 256 and (major != 9 or v is not None or p.k_scale is not None):
-        rows = min(rows, 32)  # 64 are for Hopper's wgmma, and do not fit beside values or scales
+    flags = dict(decode=N <= R, has_v=v is not None, quantized=p.k_scale is not None)
+    BLOCK_N, rows, warps, stages = _config(q, Hq // Hkv, widest, **flags)
     BLOCK_H = min(1 << (Hq // Hkv - 1).bit_length(), rows)
     BLOCK_Q = rows // BLOCK_H
     head_tiles = Hkv * -(-Hq // Hkv // BLOCK_H)
     tiles = N // BLOCK_Q + R
     if not n_splits:  # two programs per SM, each with at least 256 keys
+        num_sms, *_ = _device_properties(q.device.index)
         wanted = -(-2 * num_sms // (tiles * head_tiles))
         most = p.block_table.shape[1] * page // 256
         n_splits = 1 << (max(1, min(wanted, most, 64)).bit_length() - 1)  # limits compilations
@@ -1630,7 +1646,7 @@ class Engine:
         new sequence, returns its listener, an object with push(token), end(reason), and
         finish_reason, set once its text is complete. eos_ids: None for those of model.config.
         static: pad steps to a few shapes, and on CUDA replay CUDA graphs (the default there,
-        except with MoE layers: pass what moe.has_static_shapes says); `compile` compiles them too.
+        but not with MoE layers: pass moe.has_static_shapes of them); `compile` compiles them too.
 
         drafter: drafter(tokens, k) -> (up to k draft ids, the q (k, V) they were sampled from, None
         if deterministic). Optional methods: propose_batch(sequences, contexts, ks) -> a draft of
@@ -1965,14 +1981,15 @@ class Engine:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Compile and capture the steps of all shapes before the first request, which otherwise
-        waits for those that it needs. Call it when the drafter is set."""
+        """Compile and capture the steps of all shapes, so that no request waits for it. Call it
+        after setting the drafter."""
         if self.cuda_graphs is None:
             return
-        most, seqs = self.scheduler.max_num_batched_tokens, self.scheduler.max_num_seqs
-        near = {x for k in range(most.bit_length()) for x in (2**k - 1, 2**k)} | {most, seqs}
-        sizes = product(near, near, {False, self.drafter is not None})
-        shapes = {self._padded_shape(n, r, d) for n, r, d in sizes if 0 < r <= min(n, seqs)}
+        max_n, max_r = self.scheduler.max_num_batched_tokens, self.scheduler.max_num_seqs
+        # padded shapes change only at powers of two
+        sizes = {x for k in range(max_n.bit_length()) for x in (2**k - 1, 2**k)} | {max_n, max_r}
+        cases = product(sizes, sizes, {False, self.drafter is not None})
+        shapes = {self._padded_shape(n, r, d) for n, r, d in cases if 0 < r <= min(n, max_r)}
         for shape in sorted(shapes, reverse=True):  # the largest first: others reuse its memory
             self.cuda_graphs(*self.cache.step([], shape))
 
@@ -2002,9 +2019,11 @@ class Engine:
         width = -(-self.capacity // self.allocator.block_size)
         if n == r:
             return power(n), power(n), width
-        most = power(self.scheduler.max_num_seqs)
-        whole, few = max(64, power(n), 2 * most), power(max(n, 2 * r))
-        return (few, few // 2, width) if drafted and few < whole else (whole, most, width)
+        max_r = power(self.scheduler.max_num_seqs)
+        prefill_n, draft_n = max(64, power(n), 2 * max_r), power(max(n, 2 * r))
+        if drafted and draft_n < prefill_n:
+            return draft_n, draft_n // 2, width
+        return prefill_n, max_r, width
 
     def _logprobs(self, logits: Tensor, seqs: list[Sequence]) -> list[Tensor | None]:
         """(V,) on the host for each row whose sequence requests logprobs."""
@@ -2118,7 +2137,7 @@ class Engine:
             self.scheduler.finish(seq)
             self._forget(seq)
         if self.cache.pages[0].is_cuda:
-            torch.cuda.current_stream().synchronize()  # read() has queued its copies
+            torch.cuda.current_stream(self.cache.pages[0].device).synchronize()  # copies of read()
         return KVTransfer(output, sequences)
 
     def import_request(self, transfer: KVTransfer) -> None:
@@ -2161,7 +2180,8 @@ class CUDAGraphRunner:
         self, function: Callable[..., Any], device: torch.device, compile: bool = True,
         packed: bool = False, **options,
     ):  # fmt: skip
-        """packed: the inputs are those of a Step, copied at once. options: Inductor's."""
+        """packed: inputs are views of the last one, as in a Step, and copied with it. options:
+        Inductor's."""
         if compile:
             # one compilation per shape: about a dozen in an Engine
             kwargs = dict(fullgraph=True, dynamic=False, recompile_limit=64)
@@ -2176,9 +2196,10 @@ class CUDAGraphRunner:
         return self.graphs[key](*inputs)
 
     def _capture(self, inputs: tuple[Tensor | None, ...]) -> Callable[..., Any]:
-        static_inputs = [None if x is None else x.clone() for x in inputs]
+        first = len(inputs) - 1 if self.packed else 0  # of the inputs to copy
+        static_inputs = [None if x is None else x.clone() for x in inputs[first:]]
         if self.packed:
-            static_inputs[:-1] = _views(static_inputs[-1], inputs[:-1])
+            static_inputs = [*_views(static_inputs[0], inputs[:-1]), *static_inputs]
         self.function(*static_inputs)
         if not self.cuda:
             return self.function
@@ -2190,7 +2211,6 @@ class CUDAGraphRunner:
             out = self.function(*static_inputs)
 
         def replay(*inputs: Tensor | None) -> Any:
-            first = len(inputs) - 1 if self.packed else 0
             for static, new in zip(static_inputs[first:], inputs[first:]):
                 if static is not None:
                     static.copy_(new)
