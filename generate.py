@@ -180,7 +180,7 @@ class Decoder:
         self.run = self._compile() if compiled else lambda: self._step(self.num_cached + 1)
         self.weight_bytes = weight_bytes(model, batch)
         self.speculator: Any = None  # a drafting.Speculator, which then runs the steps
-        self.broadcast: Callable[[Tensor], Any] | None = None  # of rank 0's tokens, with --ep
+        self.broadcast: Callable[[Tensor], Any] | None = None  # from rank 0, with --ep
 
     def start(self, ids: Sequence[int], cached: int = 0) -> list[list[int]]:
         """Prefill the prompt `ids`, of which the first `cached` are in the cache already; returns
@@ -229,7 +229,7 @@ class Decoder:
         if self.logits is not None:
             self.logits.copy_(logits)
         self.token.copy_(self.sampler(logits)[:, None])
-        if self.broadcast is not None:  # logits of other ranks may be rounded otherwise
+        if self.broadcast is not None:  # the ranks' logits may be rounded differently
             self.broadcast(self.token)
 
     def _step(self, limit: int | None = None) -> None:

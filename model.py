@@ -526,9 +526,9 @@ def _grouped_sdpa(
 ) -> Tensor:
     """scaled_dot_product_attention of q (B, Hq, T, D), k (B, Hkv, S, D), v (B, Hkv, S, Dv).
 
-    torch's unfused backend keeps all scores (B, Hq, T, S) for backward. On CUDA it is the only one
-    for grouped heads in fp32, and with a mask but for cuDNN's, which torch prefers on Hopper and
-    Blackwell. There k and v are repeated, which the memory-efficient kernel takes.
+    k and v are repeated Hq / Hkv times where torch would use its unfused backend, which keeps all
+    scores (B, Hq, T, S) for backward: on CUDA, for grouped heads in fp32 or with a mask, except
+    where torch prefers cuDNN (Hopper, Blackwell). The memory-efficient backend takes repeated ones.
     """
     groups, grouped = q.shape[1] // k.shape[1], True
     if groups > 1 and q.is_cuda:

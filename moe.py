@@ -327,7 +327,7 @@ def sorted_experts(
         weights = weights.masked_fill(ids < 0, 0.0)
         y, row = F.pad(y, (0, 0, 0, 1)), row.clamp(max=ends[E])
     row, weights = row.view(N, K), weights.type_as(x)
-    if x.is_cuda:  # where embedding_bag has no gradient of bf16 weights
+    if x.is_cuda:  # there embedding_bag has no gradient for bf16 weights
         return (y[row] * weights[..., None]).sum(1)
     # gather and weighted sum in one pass
     return F.embedding_bag(row, y, mode="sum", per_sample_weights=weights)
@@ -572,7 +572,8 @@ CONFIGS: dict[str, dict[float, tuple[int, int, int, int, int]]] = {
     "gate_up": {16: (16, 64, 128, 4, 3), 64: (64, 64, 64, 4, 4), math.inf: (128, 128, 64, 8, 3)},
     "down": {16: (16, 64, 128, 4, 4), 64: (64, 128, 64, 4, 4), math.inf: (128, 256, 64, 8, 3)},
     "down_backward": {64: (64, 64, 64, 4, 4), math.inf: (128, 64, 64, 8, 4)},
-    # BLOCK_M, BLOCK_P, BLOCK_Q. Half of the stages are those of `order`, which has the addresses.
+    # BLOCK_M, BLOCK_P, BLOCK_Q. The addresses of a and b depend on `order`, and Triton divides
+    # num_stages between the two loads: with 5, two tiles are in flight.
     "weight_grad": {math.inf: (64, 128, 128, 8, 5)},
 }
 
