@@ -600,9 +600,10 @@ def apply_fsdp(
     keep a secondary shard (ZeRO++'s hpZ).
     all_gather, reduce_scatter: for FSDPModule.set_custom_all_gather and _reduce_scatter.
     separate_head: norm and head are two groups, for a head not called in the model's forward.
-    prefetch: with stage 3, gather each block while the one before it runs (after it, in backward),
-    as torchtitan does with expert parallelism. Without, the gather is launched when the host gets
-    there, and it waits in each MoE layer for the tokens per expert. None: on a GPU, with experts.
+    prefetch: with stage 3, gather each block's parameters while the block before it runs (in the
+    backward pass, the block after it), as torchtitan does with expert parallelism: else a host that
+    waits in each MoE layer for the tokens per expert launches the next gather too late. None: if
+    the model has experts and is on a GPU.
     """
     _check(stage in (1, 2, 3), f"stage must be 1, 2 or 3, not {stage}")
     # inputs are not cast: they include RoPE's cos and sin, whose angles bf16 would change
@@ -633,9 +634,9 @@ def apply_fsdp(
         prefetch = has_experts and mesh.dense.device_type == "cuda"
     if prefetch and stage == 3:
         groups = [[m for m in b.modules() if isinstance(m, FSDPModule)] for b in model.layers]
-        for this, following in zip(groups, groups[1:]):
-            this[0].set_modules_to_forward_prefetch([*this[1:], *following])  # as they are used
-            following[0].set_modules_to_backward_prefetch(this)
+        for block, next_block in zip(groups, groups[1:]):
+            block[0].set_modules_to_forward_prefetch([*block[1:], *next_block])  # in order of use
+            next_block[0].set_modules_to_backward_prefetch(block)
 
 
 def _ends(model: nn.Module, separate_head: bool) -> list[list[nn.Module | None]]:
@@ -707,11 +708,11 @@ def sum_gradients(model: nn.Module, mesh: Mesh, tp: TensorParallel) -> None:
     _sum_over_tp(over_tp, mesh.group("tp"))
 
 
-BUCKET_BYTES = 32 * 2**20  # large enough for the full bandwidth of a network
+BUCKET_BYTES = 32 * 2**20  # enough for the full bandwidth of a network
 
 
 def _sum_each(grads: list[Tensor], group: Group) -> None:
-    """All-reduce the gradients in flat buckets of BUCKET_BYTES; the transfers run concurrently."""
+    """All-reduce the gradients in flat buckets, all at once: it takes memory for a copy of them."""
     if dist.get_world_size(group) == 1:
         return
     transfers = []
@@ -725,7 +726,7 @@ def _sum_each(grads: list[Tensor], group: Group) -> None:
 
 
 def _buckets(tensors: list[Tensor]) -> list[list[Tensor]]:
-    """Runs of tensors of one dtype, each of at most BUCKET_BYTES or one tensor."""
+    """Consecutive tensors of one dtype, at most BUCKET_BYTES or one tensor per bucket."""
     buckets, size = [], 0
     for x in tensors:
         if buckets and x.dtype == buckets[-1][0].dtype and size + x.nbytes <= BUCKET_BYTES:
@@ -760,7 +761,7 @@ def gradient_norm(
     """The norm of the whole model's gradient, bitwise equal on all ranks. An element replicated on
     n ranks counts 1 / n on each. num_copies: of parameters along pp, by name (default 1)."""
     ranks = dist.get_world_size() // mesh.size("pp")
-    grads: dict[float, list[Tensor]] = {}  # by the number of ranks that share the tensor
+    grads: dict[float, list[Tensor]] = {}  # by shards / copies along pp
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
@@ -774,16 +775,16 @@ def gradient_norm(
             shards *= mesh.size("ep")
         shards /= (num_copies or {}).get(name, 1)
         grads.setdefault(shards, []).append(to_local(p.grad))
-    total = sum(squared_norm(same) * (shards / ranks) for shards, same in grads.items())
+    total = sum(squared_norm(group) * (shards / ranks) for shards, group in grads.items())
     dist.all_reduce(total)
     return total.sqrt()
 
 
 def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum of all squares, in fp32 or wider. On a GPU a few launches for all tensors, without
-    the squares in memory."""
+    """The sum of all squares, in fp32 or wider. On a GPU in a few launches, without the squares in
+    memory."""
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
-    if tensors[0].is_cuda:  # on a CPU norms are 1e-4 off
+    if tensors[0].is_cuda:  # norms on a CPU are off by 1e-4
         return torch.stack(torch._foreach_norm(tensors, 2, wide)).square().sum()
     return torch.stack([x.to(wide).square().sum() for x in tensors]).sum()
 

@@ -66,12 +66,13 @@ def init_distributed(args: TrainConfig) -> DistEnv:
 
 
 def set_collective_timeout(seconds: float) -> None:
-    """Of all process groups made so far, if it is longer than torch's default; as torchtitan does,
-    because groups do not inherit the timeout of init_process_group."""
+    """Set the timeout of all process groups made so far, if it is longer than torch's default. One
+    by one, as in torchtitan: groups do not inherit the timeout of init_process_group."""
     timeout = timedelta(seconds=min(seconds, 1e8))
+    if timeout <= default_pg_timeout:
+        return
     for group in dist.distributed_c10d._world.pg_map:
-        if timeout > default_pg_timeout:
-            dist.distributed_c10d._set_pg_timeout(timeout, group)
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def has_fast_bf16(device: torch.device) -> bool:

@@ -370,7 +370,7 @@ class ParallelDims:
         """The positions of this rank's tokens of a sequence; None: all of them."""
         if self.size("cp") == 1:
             return None
-        if (seq_len, device) in self._positions:  # a copy to a GPU would wait for its work
+        if (seq_len, device) in self._positions:  # a copy to a GPU waits for its queued work
             return self._positions[seq_len, device]
         ring_rank, ulysses_rank = divmod(self.mesh.rank("cp"), self.args.cp_ulysses)
         ring_size = self.size("cp") // self.args.cp_ulysses

@@ -290,8 +290,8 @@ class DistributedOptimizer:
         """Squared norm of this rank's shards of the gradient; sum it over the group."""
         self.finish_grad_sync()
         # torch.linalg.vector_norm in fp32 is up to 6e-4 off on a CPU
-        norm2 = lambda x: x.norm(dtype=torch.float32) ** 2 if x.is_cuda else x.square().sum()
-        squares = [norm2(b.master.grad) for b in self.buckets]
+        square = lambda x: x.norm() ** 2 if x.is_cuda else x.square().sum()
+        squares = [square(b.master.grad) for b in self.buckets]
         return torch.stack([x.to(squares[0].device) for x in squares]).sum()
 
     def scale_gradients(self, factor: float | Tensor) -> None:
@@ -330,9 +330,10 @@ class DistributedOptimizer:
     def local_state(
         self, names: Iterable[str], step: float
     ) -> dict[Parameter, tuple[range, dict[str, Tensor]]]:
-        """The optimizer's states `names`, created as zeros if missing, without a copy or a
-        collective: {parameter: (the elements of it, flattened, whose state is on this rank, {name:
-        their state, 1-D})}. step: the number of steps done."""
+        """{parameter: (range, {name: state})} of the optimizer's states `names`: the range of the
+        flattened parameter's elements whose state is on this rank, and 1-D views of it, created as
+        zeros if missing. Sets the states' "step" to `step`, the number of steps done. Not
+        collective."""
         found = {}
         for b in self.buckets:
             state = self.optimizer.state[b.master]
