@@ -257,7 +257,7 @@ class MemoryCheckpoints(Callback):
 class RankMonitor(Callback):
     """Reports ranks that hang, then ends this one so that torchrun restarts the run; at validations
     peak memory, the share of time that ranks wait for each other, and stragglers. Collectives time
-    out later than the report: NCCL then ends the process, without a dump of the state."""
+    out only after the report, because NCCL then ends the process without a dump of the state."""
 
     def __init__(self, config: TrainConfig, env: DistEnv, memory: PeakMemory, on_hang: Any):
         self.config, self.env, self.memory, self.on_hang = config, env, memory, on_hang

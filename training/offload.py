@@ -108,33 +108,34 @@ class OptimizerInBackward:
 
 
 class _Slot:
-    """Pinned buffers used by every second parameter, for gradients on the stream `down` and, at
-    the same time, weights on the stream `up`."""
+    """Pinned buffers for a gradient and for weights, used by every second parameter. The copies
+    from and to the GPU run on two streams, at the same time."""
 
-    def __init__(self, nbytes: int, down: torch.cuda.Stream, up: torch.cuda.Stream):
-        self.down, self.up = (torch.empty(nbytes, dtype=torch.uint8).pin_memory() for _ in "du")
-        self.down_stream, self.up_stream = down, up
-        self.arrived, self.left = torch.cuda.Event(), torch.cuda.Event()
+    def __init__(self, nbytes: int, d2h: torch.cuda.Stream, h2d: torch.cuda.Stream):
+        pinned = lambda: torch.empty(nbytes, dtype=torch.uint8).pin_memory()
+        self.grad, self.weights, self.d2h, self.h2d = pinned(), pinned(), d2h, h2d
+        self.fetched, self.sent = torch.cuda.Event(), torch.cuda.Event()
 
     @staticmethod
-    def _as(memory: Tensor, like: Tensor) -> Tensor:
-        return memory[: like.nbytes].view(like.dtype).view(like.shape)
+    def _as(buffer: Tensor, like: Tensor) -> Tensor:
+        return buffer[: like.nbytes].view(like.dtype).view(like.shape)
 
     def fetch(self, grad: Tensor) -> Callable[[], Tensor]:
-        """Start copying to the host; the result waits for the copy and returns it."""
-        buffer = self._as(self.down, grad)
-        with torch.cuda.stream(self.down_stream):
+        """Start copying grad to the host; returns a function that waits for the copy and returns
+        it."""
+        buffer = self._as(self.grad, grad)
+        with torch.cuda.stream(self.d2h):
             buffer.copy_(grad, non_blocking=True)
-            self.arrived.record()
-        return lambda: self.arrived.synchronize() or buffer
+            self.fetched.record()
+        return lambda: self.fetched.synchronize() or buffer
 
     def send(self, master: Tensor, p: Tensor) -> None:
-        """Start copying master to p, in p's dtype, when the weights sent before have left."""
-        self.left.synchronize()
-        buffer = self._as(self.up, p).copy_(master)
-        with torch.cuda.stream(self.up_stream):
+        """Start copying master to p, in p's dtype."""
+        self.sent.synchronize()  # the previous weights have left the buffer
+        buffer = self._as(self.weights, p).copy_(master)
+        with torch.cuda.stream(self.h2d):
             p.copy_(buffer, non_blocking=True)
-            self.left.record()
+            self.sent.record()
 
 
 class _HostState:

@@ -452,6 +452,7 @@ MAX_RANKS_LISTED = 16  # in a report
 STORE_TIMEOUT = 5.0  # seconds
 COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
 WAITING = re.compile(r"\.(wait|wait_tensor(\.default)?)\(")
+NCCL_STATES = "enqueued", "started", "completed"
 WAITING_FOR_GPU = re.compile(r"\.(synchronize|item|tolist|cpu)\(")
 
 
@@ -471,18 +472,19 @@ def _is_waiting(frame: FrameType | None) -> bool:
 
 
 def _in_nccl_collective() -> bool:
-    """Whether NCCL's flight recorder, which looks every 100 ms, has last seen the GPU in a
-    collective, and not in kernels before one. True without a recorder: a gloo run, or unknown. It
-    sees the start of a collective with TORCH_NCCL_ENABLE_TIMING=1, else only its launch."""
+    """Whether the GPU is in a collective rather than in a kernel before one, as NCCL's flight
+    recorder, which polls every 100 ms, last saw it. True if it has no record, as with gloo. Without
+    TORCH_NCCL_ENABLE_TIMING=1 it sees no starts, and a launched collective counts."""
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
     groups = json.loads(dump(includeCollectives=False)).get("pg_status") if dump else None
-    for status in groups.values() if groups else ():
-        launched, started, done = (
-            int(status[f"last_{name}_collective"]) for name in ("enqueued", "started", "completed")
-        )
-        if (launched if started < 0 else started) > done:
+    if not groups:
+        return True
+    for status in groups.values():
+        last = {name: int(status[f"last_{name}_collective"]) for name in NCCL_STATES}
+        first_seen = last["started"] if last["started"] >= 0 else last["enqueued"]
+        if first_seen > last["completed"]:
             return True
-    return not groups
+    return False
 
 
 def _stack(frame: FrameType | None, depth: int = 16) -> str:

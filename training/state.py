@@ -113,7 +113,7 @@ class TrainState:
         }
 
     def sharded_state_dict(self) -> dict[str, ShardedTensor]:
-        """This rank's part of each full tensor, for a checkpoint."""
+        """This rank's part of each full tensor, in place, to save or to load a checkpoint."""
         tensors = self._local_sharded_tensors()
         if self.layout.buckets is None or not self.updates:
             return tensors

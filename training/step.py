@@ -140,21 +140,22 @@ class NextToken:
     seq_len: int = 0
     env: DistEnv | None = None
     layout: ParallelDims = SINGLE_PROCESS
-    ahead: dict[int, Future] = field(default_factory=dict)  # by step
+    prefetched: dict[int, Future] = field(default_factory=dict)  # {step: its batch}
     row = {}
 
     def batch(self, step: int) -> Tensor:
-        """For a GPU, a thread reads the rows of the next step into pinned memory meanwhile."""
+        """This rank's rows of a step; for a GPU in pinned memory, read by a thread during the step
+        before."""
         if self.env is None or self.env.device.type == "cpu":
             return self.rows(step, self.local_ids)
-        if step not in self.ahead:
-            wait(self.ahead.values())  # one reader at a time
-            self.ahead = {step: self._read(step)}
-        batch = self.ahead.pop(step).result()
-        self.ahead[step + 1] = self._read(step + 1)
+        if step not in self.prefetched:
+            wait(self.prefetched.values())  # one reader at a time
+            self.prefetched = {step: self._prefetch(step)}
+        batch = self.prefetched.pop(step).result()
+        self.prefetched[step + 1] = self._prefetch(step + 1)
         return batch
 
-    def _read(self, step: int) -> Future:
+    def _prefetch(self, step: int) -> Future:
         future: Future = Future()
 
         def run() -> None:
@@ -163,7 +164,8 @@ class NextToken:
             except Exception as e:  # raised in the step that needs them
                 future.set_exception(e)
 
-        threading.Thread(target=run, name="data", daemon=True).start()  # may wait for data at exit
+        # a daemon, as an executor's threads are not: the process may exit during a read
+        threading.Thread(target=run, name="data", daemon=True).start()
         return future
 
     def count(self, batch: Tensor) -> Tensor:
