@@ -177,10 +177,10 @@ class Decoder:
         self.position = torch.zeros(1, dtype=torch.long, device=device)
         self.logits = torch.zeros(batch, V, dtype=dtype, device=device) if keep_logits else None
         self.last_step: tuple[Tensor, Tensor] | None = None  # logits (B, T, V), sampled ids (B, T)
-        self.run = self._compile() if compiled else lambda: self._step(self.num_cached + 1)
         self.weight_bytes = weight_bytes(model, batch)
         self.speculator: Any = None  # a drafting.Speculator, which then runs the steps
         self.broadcast: Callable[[Tensor], Any] | None = None  # from rank 0, with --ep
+        self.run = self._compile() if compiled else lambda: self._step(self.num_cached + 1)
 
     def start(self, ids: Sequence[int], cached: int = 0) -> list[list[int]]:
         """Prefill the prompt `ids`, of which the first `cached` are in the cache already; returns
@@ -215,6 +215,8 @@ class Decoder:
             self.last_step = logits, sampled.clamp(min=0)
 
     def _tokens(self) -> list[list[int]]:
+        if self.broadcast is not None:  # the ranks' logits may be rounded differently
+            self.broadcast(self.token)
         if self.logits is not None:
             self.store_step(self.logits[:, None], self.token)
         return self.token.tolist()
@@ -229,8 +231,6 @@ class Decoder:
         if self.logits is not None:
             self.logits.copy_(logits)
         self.token.copy_(self.sampler(logits)[:, None])
-        if self.broadcast is not None:  # the ranks' logits may be rounded differently
-            self.broadcast(self.token)
 
     def _step(self, limit: int | None = None) -> None:
         attend = self.attention(self.cache, limit)

@@ -9426,6 +9426,20 @@ def test_cpu_experts_fall_back():
 
 
 @quantize_kernels
+def test_cpu_decode_is_not_traced(monkeypatch):
+    """In a compiled graph the layers and the fallback of the experts run; the library, which dynamo
+    cannot load, is not asked for."""
+    monkeypatch.setattr(cpu, "max_matmul_rows", None)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    fused, x = object.__new__(cpu_decode.FusedLayers), torch.ones(1, 1, 4).bfloat16()
+    fused.layers = [lambda x, *_: x + 1]
+    stacks = torch.ones(2, 8, 4).bfloat16(), torch.ones(2, 4, 4).bfloat16()
+    with torch.inference_mode():
+        assert torch.equal(fused(x, None, None, None), x + 1)
+        args = x[0], torch.ones(1, 1), torch.zeros(1, 1).long(), *stacks
+        assert cpu_decode.run_experts(*args, fallback=lambda *args: args) == args
+
+
 def test_cpu_decode_supports_no_other_models():
     """fp32, latent attention, MoE, ALiBi, convolution, other quantization, hooks, other constants
     of attention, layers of different sizes."""
@@ -25489,10 +25503,28 @@ def write_expert_load(folder: Path) -> Path:
     return path
 
 
-def test_generate_ep_ranks_use_the_tokens_of_rank_0():
-    """Each rank computes its own logits, which may be rounded otherwise: one broadcast per step."""
-    sent, decoder = [], G.Decoder(random_model(tiny()), 40, GREEDY, batch=2)
-    decoder.broadcast = lambda token: sent.append(token.clone()) or token.fill_(7)  # from rank 0
+@pytest.mark.parametrize("compiled", [False, True])
+def test_generate_ep_ranks_use_the_tokens_of_rank_0(compiled, monkeypatch):
+    """Each rank computes its own logits, which may be rounded differently: one broadcast per step,
+    not in the compiled graph."""
+    sent, tracing = [], []
+
+    def compile(step, **_):
+        def compiled() -> None:
+            tracing.append(step)
+            step()
+            tracing.clear()
+
+        return compiled
+
+    def broadcast(token) -> None:  # from rank 0
+        assert not tracing
+        sent.append(token.clone())
+        token.fill_(7)
+
+    monkeypatch.setattr(torch, "compile", compile)
+    decoder = G.Decoder(random_model(tiny()), 40, GREEDY, batch=2, compiled=compiled)
+    decoder.broadcast = broadcast
     runs = [decoder.start([1, 2, 3]), *(decoder.next() for _ in range(4))]
     assert runs == [[[7], [7]]] * 5 and [t.shape for t in sent] == [(2, 1)] * 5
     plain = G.Decoder(decoder.model, 40, GREEDY)

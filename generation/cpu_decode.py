@@ -106,9 +106,9 @@ class FusedLayers:
         *source: Any,
     ) -> Tensor:
         """x (B, T, C) -> (B, T, C), as a layer's forward."""
-        few = 0 < x.shape[0] * x.shape[1] <= cpu.max_matmul_rows()
-        few = few and x.dtype == torch.bfloat16 and x.is_cpu
-        if few and not torch.compiler.is_compiling() and not torch.is_grad_enabled():
+        eager = not torch.compiler.is_compiling() and not torch.is_grad_enabled()
+        fits = eager and x.dtype == torch.bfloat16 and x.is_cpu
+        if fits and 0 < x.shape[0] * x.shape[1] <= cpu.max_matmul_rows():  # not traceable
             with self.lock:  # the structs have the addresses of one call's keys and values
                 kv_tensors = self._locate_kv(x, positions, attend)  # referenced until `decode` ends
                 if kv_tensors is not None:
@@ -208,10 +208,11 @@ def run_experts(
     few rows each and their stacks are bf16, q8_0 or q4_0; else `fallback`, with the same arguments.
     """
     (N, C), K, E = x.shape, ids.shape[1], w_down.shape[0]
-    few = 0 < N * K <= E * cpu.max_matmul_rows() and x.dtype == torch.bfloat16 and x.is_cpu
-    few = few and w_gate_up.shape[2] == w_down.shape[1] == C
-    plain = few and not torch.compiler.is_compiling() and not torch.is_grad_enabled()
-    stacks = [_stack(stack) for stack in (w_gate_up, w_down)] if plain else [None]
+    eager = not torch.compiler.is_compiling() and not torch.is_grad_enabled()
+    fits = eager and x.dtype == torch.bfloat16 and x.is_cpu
+    fits = fits and w_gate_up.shape[2] == w_down.shape[1] == C
+    fits = fits and 0 < N * K <= E * cpu.max_matmul_rows()
+    stacks = [_stack(stack) for stack in (w_gate_up, w_down)] if fits else [None]
     if None in stacks:
         return fallback(x, weights, ids, w_gate_up, w_down)
     slots, order = ids.flatten().sort(stable=True)
