@@ -5410,7 +5410,8 @@ class MetaTransfers(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         aten, kwargs = torch.ops.aten, kwargs or {}
         to = next((x.type for x in (*args, *kwargs.values()) if isinstance(x, torch.device)), None)
-        if func.overloadpacket in (aten.to, aten._to_copy) and to not in (None, args[0].device.type):
+        copies = func.overloadpacket in (aten.to, aten._to_copy)
+        if copies and to not in (None, args[0].device.type):
             self.seen.append((to, args[0].nbytes, kwargs.get("non_blocking", False)))
             if args[0].is_meta:
                 return torch.zeros(args[0].shape, dtype=args[0].dtype)
@@ -5440,7 +5441,8 @@ def test_engine_copies_a_step_to_the_gpu_at_once(static, monkeypatch):
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
 def test_engine_swaps_without_waiting_for_the_gpu(kv_dtype):
     """Each tensor of KV is copied to the host, and back, without waiting."""
-    cache, transfers = P.PagedKVCache(tiny(), 6, 4, device="meta", kv_dtype=kv_dtype), MetaTransfers()
+    cache = P.PagedKVCache(tiny(), 6, 4, device="meta", kv_dtype=kv_dtype)
+    transfers = MetaTransfers()
     with transfers:
         swapped = cache.read([3, 1], 7)
         n = len(transfers.seen)
@@ -12977,7 +12979,8 @@ def policy_run(
                 if len(alive[seq].times) == alive[seq].n_out:
                     scheduler.finish(seq)
                     del alive[seq]
-        check_blocks(allocator, [seq.block_table for seq in (*scheduler.running, *scheduler.waiting)])
+        present = (*scheduler.running, *scheduler.waiting)
+        check_blocks(allocator, [seq.block_table for seq in present])
         watch(scheduler, alive, clock.now)
 
 
@@ -21741,6 +21744,16 @@ ZERO_TRAIN |= {
 ZERO_LIMIT = {torch.float64: 1e-12, torch.float32: 1e-6}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_zero_squared_norm_on_a_gpu(dtype):
+    """In the gradient's dtype, without the squares in memory."""
+    grads = [torch.arange(n).to(dtype).as_subclass(OnGPU) for n in (3, 5)]
+    buckets = [SimpleNamespace(master=SimpleNamespace(grad=g)) for g in grads]
+    optimizer = SimpleNamespace(buckets=buckets, finish_grad_sync=lambda: None)
+    norm = zero.DistributedOptimizer.squared_norm(optimizer)
+    assert norm.dtype == dtype and norm.item() == pytest.approx(5 + 30)
+
+
 def zero_check_local_state(env, case, optimizer, names, state) -> None:
     """What is on each rank, together, is each element of the whole state once."""
     moments = [m for m, x in next(iter(optimizer.optimizer.state.values())).items() if x.dim()]
@@ -28296,7 +28309,8 @@ def test_gradients_are_summed_in_buckets(monkeypatch):
     fake = SimpleNamespace(all_reduce=all_reduce, get_world_size=lambda group: 2)
     monkeypatch.setattr(parallel, "dist", fake)
     monkeypatch.setattr(parallel, "BUCKET_BYTES", 100)
-    grads = [torch.ones(n) for n in (10, 15, 1, 99)] + [torch.ones(4, 5).bfloat16().T, torch.ones(2)]
+    grads = [torch.ones(n) for n in (10, 15, 1, 99)]
+    grads += [torch.ones(4, 5).bfloat16().T, torch.ones(2)]
     parallel._sum_each(grads, None)
     assert events == [25, 1, 99, 20, 2, *["wait"] * 5]
     assert all((g == 2).all() for g in grads)
