@@ -149,6 +149,7 @@ from generation import drafting as D
 from serving import cluster as CLUSTER
 from serving import failover as FAILOVER
 from serving import colocation as CO
+from serving import compare_servers as COMPARE
 from serving import openai_api as OA
 from serving import policies as POLICY
 from serving import pools as POOLS
@@ -14378,6 +14379,68 @@ def test_server_engine_failure_ends_its_streams_only():
         engine.step = step
         assert failed.status_code == 500 and "Traceback" not in failed.text
         assert http_post(url, "/v1/completions", HTTP_LONG).status_code == 200
+
+
+def test_server_is_not_healthy_without_its_engine(monkeypatch):
+    """A thread that does not survive an error ends its streams; health and new calls are 503, and a
+    replica ends its process, so that its calls go to another."""
+    codes = []
+    monkeypatch.setattr(FAILOVER.os, "_exit", codes.append)
+    with http_tiny() as (server, url):
+        replica = FAILOVER.Replica.__new__(FAILOVER.Replica)
+        replica.engine = server.engine
+        server.engine.on_step = replica._check_engine
+        assert httpx.get(f"{url}/health").status_code == 200
+        server.engine.engine.step = lambda: sys.exit()
+        failed = http_post(url, "/v1/completions", HTTP_LONG)
+        assert failed.status_code == 500 and "the engine has stopped" in failed.text
+        server.engine.thread.join(10)
+        assert httpx.get(f"{url}/health").status_code == 503
+        assert http_post(url, "/v1/completions", HTTP_LONG).status_code == 503
+        submitted = server.engine.submit([V.Request("", 0, [1], P.SamplingParams())])
+        with pytest.raises(RuntimeError, match="the engine has stopped"):
+            asyncio.run_coroutine_threadsafe(submitted, server.engine.loop).result(10)
+        assert {*codes} == {1}
+
+
+def test_server_pattern_that_compiles_slowly_delays_no_stream(monkeypatch):
+    """Not in the process that gets the call, nor in a replica; calls whose patterns are being
+    compiled fill the queue."""
+    compiled, compile_pattern = threading.Event(), V.Service._compile
+
+    def compile_slowly(service: V.Service, pattern: str) -> GR.Grammar:
+        compiled.wait(5)
+        return compile_pattern(service, pattern)
+
+    monkeypatch.setattr(V.Service, "_compile", compile_slowly)
+    spec = {"type": "json_schema", "json_schema": {"schema": {"enum": ["a", "b"]}}}
+    for make in (SV.AsyncEngine, cluster_of_two):
+        compiled.clear()
+        with http_server(make=make, max_queue=1) as (server, url), ThreadPoolExecutor(1) as pool:
+            body = dict(prompt=HTTP_PROMPT, response_format=spec, max_tokens=9)
+            slow = pool.submit(http_post, url, "/v1/completions", body)
+            wait_until(lambda: server.engine.n_waiting == 1)
+            assert http_post(url, "/v1/completions", body).status_code == 429
+            server.limits.max_queue = 2
+            assert http_post(url, "/v1/completions", HTTP_LONG).status_code == 200
+            assert not slow.done()
+            compiled.set()
+            assert slow.result().json()["choices"][0]["text"] in ('"a"', '"b"')
+
+
+def test_compare_servers_counts_the_tokens_of_the_servers(monkeypatch):
+    """Of streams that end early too; a server that does not start is an error."""
+    body = dict(prompt=HTTP_PROMPT, max_tokens=40, temperature=0)
+    fields = dict(stop=["\n"], stream_options={"include_usage": True})
+    with http_server() as (server, url):
+        whole = http_post(url, "/v1/completions", body | dict(stop=["\n"])).json()
+        port = int(url.rpartition(":")[2])
+        found = asyncio.run(COMPARE.client([HTTP_PROMPT] * 3, [40] * 3, fields, port))
+    assert found["tokens"] == 3 * whole["usage"]["completion_tokens"] < 3 * 40
+    monkeypatch.setattr(COMPARE, "PORT", free_port())
+    with pytest.raises(RuntimeError, match="no server answers"):
+        with COMPARE.running([sys.executable, "-c", ""]):
+            pass
 
 
 def http_program(*argv: str, program=("generate.py",)) -> tuple[subprocess.Popen, str]:

@@ -28,6 +28,7 @@ import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,15 +118,21 @@ class AsyncEngine:
         self.streams: dict[Request, Stream] = {}  # used by the engine's thread only
         self.unread: set[Stream] = set()  # used by the loop only: whose readers will be woken
         self.timer: asyncio.TimerHandle | None = None
-        self.n_submitted, self.n_added = 0, 0  # requests, counted by the loop and by the thread
-        self.closed, self.loop = False, asyncio.get_running_loop()
+        self.n_submitting = 0  # requests that the engine does not have yet
+        self.closed = self.ended = False  # the thread will end; it runs no more commands
+        self.loop = asyncio.get_running_loop()
         self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.thread.start()
 
     @property
     def n_waiting(self) -> int:
         """Requests in the queue, the thread's or the Engine's."""
-        return self.n_submitted - self.n_added + self.engine.n_waiting
+        return self.n_submitting + self.engine.n_waiting
+
+    @property
+    def alive(self) -> bool:
+        """False after `stop`, or if the thread did not survive an error."""
+        return not self.closed
 
     def stats(self) -> Stats:
         """Sequences that run and wait, the fraction of KV blocks in use, and totals."""
@@ -147,13 +154,15 @@ class AsyncEngine:
     ) -> Stream:
         """Queue the requests of a call, which have the same n. previous: the output of each in a
         run that was interrupted. prompt_logprobs: see Engine.add. ValueError if a request is
-        invalid; then none is queued."""
+        invalid; then none is queued. RuntimeError if the thread has ended."""
         stream, added = Stream(requests), Future()
 
         def add() -> None:
+            if not added.set_running_or_notify_cancel():
+                return
             try:
-                if not added.set_running_or_notify_cancel():
-                    return
+                if self.closed:
+                    raise RuntimeError("the engine has stopped")
                 for i, request in enumerate(requests):
                     earlier = previous[i] if previous else None
                     stream.outputs.append(self._add(request, earlier, prompt_logprobs))
@@ -162,16 +171,19 @@ class AsyncEngine:
             except Exception as e:
                 self._remove(stream)
                 added.set_exception(e)
-            finally:
-                self.n_added += len(requests)
 
-        self.n_submitted += len(requests)
-        self._command(add)
+        self.n_submitting += len(requests)
         try:
+            for request in requests:
+                if isinstance(request.params.grammar, str):  # takes up to seconds to compile
+                    await asyncio.to_thread(self.service.compile_grammar, request)
+            self._command(add)
             await asyncio.wrap_future(added)
         except asyncio.CancelledError:
             self.close_stream(stream)
             raise
+        finally:
+            self.n_submitting -= len(requests)
         return stream
 
     def close_stream(self, stream: Stream, then: Callable[[], Any] = lambda: None) -> None:
@@ -179,9 +191,11 @@ class AsyncEngine:
         loop, call `then`."""
 
         def close() -> None:
-            self._remove(stream)
-            self._call(self._publish, [])
-            self._call(then)
+            try:
+                self._remove(stream)
+            finally:
+                self._call(self._publish, [])
+                self._call(then)
 
         self._command(close)
 
@@ -197,26 +211,34 @@ class AsyncEngine:
     # ---- the thread ----
 
     def _run(self) -> None:
-        while True:
+        try:
+            while not self.closed:
+                self._step()
+        finally:
+            self.closed = True
+            self._publish_error("the engine has stopped")
             with self.wake:
-                self.wake.wait_for(lambda: self.commands or self.streams)
-                commands, self.commands = self.commands, deque()
-            try:
-                for command in commands:
-                    command()
-                if self.closed:
-                    return self._fail("the server stops")
-                if self.streams:
-                    self._report(self.engine.step())
-            except Exception as e:
-                traceback.print_exc()
-                self._fail(f"the engine failed ({type(e).__name__}: {one_line(e)})")
+                self.ended = True
+                while self.commands:
+                    with suppress(Exception):
+                        self.commands.popleft()()
+
+    def _step(self) -> None:
+        with self.wake:
+            self.wake.wait_for(lambda: self.commands or self.streams)
+        try:
+            while self.commands:
+                self.commands.popleft()()
+            if self.streams and not self.closed:
+                self._report(self.engine.step())
+        except Exception as e:
+            traceback.print_exc()
+            self._fail(f"the engine failed ({type(e).__name__}: {one_line(e)})")
 
     def _add(self, request: Request, earlier: Output | None, prompt_logprobs: int | None) -> Output:
         if earlier is None or not any(sample.token_ids for sample in earlier.samples):
             self.service.add(request, prompt_logprobs)
             return self.engine.outputs[request]
-        self.service.compile_grammar(request)
         output = Output(request, request.ids, earlier.samples, arrival_time=self.engine.clock())
         output.prompt_logprobs = earlier.prompt_logprobs
         sequences = [
@@ -251,9 +273,12 @@ class AsyncEngine:
 
     def _fail(self, why: str) -> None:
         """End every stream with an error."""
+        self._publish_error(why)
         for stream in set(self.streams.values()):
             self._remove(stream)
-            self._call(self._publish, [(stream, 0, [], why)])
+
+    def _publish_error(self, why: str) -> None:
+        self._call(self._publish, [(stream, 0, [], why) for stream in set(self.streams.values())])
 
     # ---- from thread to loop and back ----
 
@@ -280,8 +305,11 @@ class AsyncEngine:
 
     def _command(self, command: Callable[[], Any]) -> None:
         with self.wake:
-            self.commands.append(command)
-            self.wake.notify()
+            if not self.ended:
+                self.commands.append(command)
+                self.wake.notify()
+                return
+        command()
 
     def _call(self, function: Callable[..., Any], *args: Any) -> None:
         try:

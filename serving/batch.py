@@ -309,11 +309,11 @@ class Service:
         self.engine.add(ids, params, id=request, prompt_logprobs=prompt_logprobs, **more)
 
     def compile_grammar(self, request: Request) -> None:
-        """Replace a pattern in params.grammar by its Grammar. ValueError if that is invalid."""
+        """Replace a pattern in params.grammar by its Grammar. ValueError if that is invalid. Does
+        not touch the engine, so another thread may call it."""
         if isinstance(request.params.grammar, str):
             grammar = self._compile(request.params.grammar)
             request.params = replace(request.params, grammar=grammar)
-            jump_forced_tokens(self.engine)
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:
@@ -327,6 +327,8 @@ class Service:
 
     def _new_continuation(self, seq: Sequence) -> Continuation:
         request, i = seq.request.id, seq.index
+        if request.params.grammar is not None:
+            jump_forced_tokens(self.engine)
         prompt = request.ids if request.continues else ()
         stream = TextStream(self.tokenizer, prompt, request.params.grammar is not None)
         stop, eos = StopStrings(request.params.stop), self.eos

@@ -5,8 +5,8 @@ serve`: the same greedy requests, all at once, as text.
 
 Each round runs, in turn: the Engine alone in this process, the server in a process of its own with
 a client of N streams in this one, and the peer's server the same way. PYTHON is an interpreter that
-has transformers[serving]. Prints tokens per second, time to first token, and time between events,
-medians over the rounds. Needs: httpx.
+has transformers[serving]. Prints the tokens that were generated, tokens per second, time to first
+token, and time between events with text, medians over the rounds. Needs: httpx.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -69,57 +69,73 @@ def bare_engine(folder: Path, texts: list[str], lengths: list[int], dtype: str) 
     while True:
         with torch.inference_mode():
             m = replay_metrics(engine, trace, params)
-        yield {"tok/s": m["output_tokens_per_second"], "TTFT p50": m["ttft_seconds_p50"],
-               "TTFT p99": m["ttft_seconds_p99"], "gap p50": m["itl_seconds_p50"],
-               "gap p99": m["itl_seconds_p99"]}  # fmt: skip
+        yield {"tokens": sum(lengths), "tok/s": m["output_tokens_per_second"],
+               "TTFT p50": m["ttft_seconds_p50"], "TTFT p99": m["ttft_seconds_p99"],
+               "gap p50": m["itl_seconds_p50"], "gap p99": m["itl_seconds_p99"]}  # fmt: skip
 
 
 @contextmanager
-def running(argv: list[str]) -> Iterator[None]:
-    """A server process that answers at PORT."""
-    process = subprocess.Popen(
-        argv,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+def running(argv: list[str], seconds: float = 120.0) -> Iterator[None]:
+    """A server process that answers at PORT. RuntimeError if it ends, or does not within a time."""
+    environment, null = os.environ | {"HF_HUB_OFFLINE": "1"}, subprocess.DEVNULL
+    process = subprocess.Popen(argv, env=environment, stdout=null, stderr=null)
+    end = time.monotonic() + seconds
     try:
-        for _ in range(600):
-            try:
-                if httpx.get(f"http://127.0.0.1:{PORT}/health").status_code == 200:
-                    break
-            except httpx.TransportError:
-                time.sleep(0.2)
+        while not is_healthy():
+            if process.poll() is not None or time.monotonic() > end:
+                raise RuntimeError(f"no server answers at port {PORT}: {' '.join(argv)}")
+            time.sleep(0.2)
         yield
     finally:
         process.terminate()
         process.wait()
 
 
-async def client(texts: list[str], lengths: list[int], fields: dict[str, Any]) -> Result:
-    """All requests at once, each a stream. fields: further ones of the body."""
-    start, firsts, gaps = time.perf_counter(), [], []
+def is_healthy() -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{PORT}/health").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+async def events(body: dict[str, Any], port: int) -> AsyncIterator[dict[str, Any]]:
+    """The server-sent events of a completion, less [DONE]."""
+    data = json.dumps(body)
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Connection: close\r\nContent-Length: {len(data)}\r\n\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write((head + data).encode())
+    status = await reader.readuntil(b"\r\n\r\n")
+    assert b" 200 " in status, status
+    while line := await reader.readline():
+        if line.startswith(b"data: {"):  # chunks of HTTP end where events do
+            yield json.loads(line[6:])
+    writer.close()
+
+
+async def client(
+    texts: list[str], lengths: list[int], fields: dict[str, Any], port: int = PORT
+) -> Result:
+    """All requests at once, each a stream. fields: further ones of the body. Tokens are those of
+    the server's usage: a server without ignore_eos may end earlier."""
+    start, firsts, gaps, tokens = time.perf_counter(), [], [], []
 
     async def stream(text: str, n: int) -> None:
-        body = json.dumps(fields | dict(prompt=text, max_tokens=n, temperature=0, stream=True))
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        head += f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
-        reader, writer = await asyncio.open_connection("127.0.0.1", PORT)
-        writer.write((head + body).encode())
-        assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
-        last = 0.0
-        while data := await reader.read(2**16):
-            if b'"text"' in data:
+        body, last = dict(prompt=text, max_tokens=n, temperature=0, stream=True), None
+        async for event in events(body | fields, port):
+            if usage := event.get("usage"):
+                tokens.append(usage["completion_tokens"])
+            if any(choice["text"] for choice in event["choices"]):
                 now = time.perf_counter()
-                firsts.append(now - start) if not last else gaps.append(now - last)
+                firsts.append(now - start) if last is None else gaps.append(now - last)
                 last = now
-        writer.close()
 
     await asyncio.gather(*map(stream, texts, lengths))
+    assert len(tokens) == len(texts), "a stream has no usage"
     seconds = time.perf_counter() - start
-    return {"tok/s": sum(lengths) / seconds, "TTFT p50": percentile(firsts, 50),
-            "TTFT p99": percentile(firsts, 99), "gap p50": percentile(gaps, 50),
-            "gap p99": percentile(gaps, 99)}  # fmt: skip
+    return {"tokens": sum(tokens), "tok/s": sum(tokens) / seconds,
+            "TTFT p50": percentile(firsts, 50), "TTFT p99": percentile(firsts, 99),
+            "gap p50": percentile(gaps, 50), "gap p99": percentile(gaps, 99)}  # fmt: skip
 
 
 def main() -> None:
@@ -134,23 +150,14 @@ def main() -> None:
     texts = prompts(folder, args.requests, (16, 128))
     lengths = [rng.randint(16, 64) for _ in texts]
     server = [sys.executable, "generate.py", "--serve", str(PORT), "--checkpoint", str(folder)]
-    programs = {
-        "server": (
-            [*server, "--dtype", args.dtype, "--set", "prefix_cache=false"],
-            {"ignore_eos": True},
-        )
-    }
+    server += ["--dtype", args.dtype, "--set", "prefix_cache=false"]
+    usage = {"stream_options": {"include_usage": True}}
+    programs = {"server": (server, usage | {"ignore_eos": True})}
     if args.peer:
-        peer = [args.peer, "-m", "transformers.cli.transformers", "serve", str(folder), "--port"]
-        peer += [
-            str(PORT),
-            "--continuous-batching",
-            "--dtype",
-            DTYPES[args.dtype],
-            "--device",
-            "cpu",
-        ]
-        programs["transformers serve"] = (peer, {"model": str(folder)})
+        peer = [args.peer, "-m", "transformers.cli.transformers", "serve", str(folder)]
+        peer += ["--port", str(PORT), "--continuous-batching", "--device", "cpu"]
+        peer += ["--dtype", DTYPES[args.dtype]]
+        programs["transformers serve"] = (peer, {"model": str(folder)})  # always has usage
     results: dict[str, list[Result]] = {name: [] for name in ("Engine", *programs)}
     engine = bare_engine(folder, texts, lengths, args.dtype)
     for _ in range(args.rounds):
@@ -159,7 +166,7 @@ def main() -> None:
             with running(argv):
                 asyncio.run(client(texts, lengths, fields))  # warm-up
                 results[name].append(asyncio.run(client(texts, lengths, fields)))
-    columns = ["tok/s", "TTFT p50", "TTFT p99", "gap p50", "gap p99"]
+    columns = ["tokens", "tok/s", "TTFT p50", "TTFT p99", "gap p50", "gap p99"]
     print(f"{args.requests} requests\n{'':20}" + "".join(f"{c:>10}" for c in columns))
     for name, rounds in results.items():
         medians = (statistics.median(r[c] for r in rounds) for c in columns)

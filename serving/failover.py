@@ -18,6 +18,7 @@ if __name__ == "__main__":
     raise SystemExit("this is a part of serving/cluster.py; run: python -m serving.cluster --help")
 
 import asyncio
+import os
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -74,7 +75,7 @@ class Replica:
     ) -> AsyncIterator[Update]:
         """AsyncEngine.submit, and what follows what the caller has seen. The first update, without
         pieces, says that the call is valid."""
-        engine = self.engine = self.engine or AsyncEngine(self.service, lambda stats: None)
+        engine = self.engine = self.engine or AsyncEngine(self.service, self._check_engine)
         stream = await engine.submit(requests, previous, prompt_logprobs)
         update = lambda pieces, error=None: Update(
             self.id, engine.stats(), pieces, [o.prompt_logprobs for o in stream.outputs], error
@@ -87,9 +88,15 @@ class Replica:
         finally:
             engine.close_stream(stream)
 
+    def _check_engine(self, stats: Stats) -> None:
+        if not self.engine.alive:
+            os._exit(1)  # its calls continue on another replica, and it is started again
+
 
 class ReplicatedEngine:
     """AsyncEngine's methods over replicas."""
+
+    alive = True  # replicas that die are started again
 
     def __init__(self, call: Callable[..., AsyncIterator[Update]], on_step: Callable[[Stats], Any]):
         """call: Replica.generate of some replica; ConnectionError if that dies."""

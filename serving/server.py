@@ -207,6 +207,8 @@ class Server:
                     return await handler(request)
                 if self.draining:
                     raise APIError(503, "the server is shutting down")
+                if not self.engine.alive:
+                    raise APIError(503, "the engine has stopped; see the server's log")
                 if self.calls[key] >= self.limits.max_calls_per_key:
                     raise APIError(429, "too many calls at once with this key", Retry_After="1")
                 with self.count_call(key):
@@ -351,7 +353,8 @@ class Server:
         return JSONResponse({"prompt": await asyncio.to_thread(self.model.tokenizer.decode, ids)})
 
     async def health(self, request: HTTPRequest) -> Response:
-        return Response(status_code=503 if self.draining else 200)
+        healthy = self.engine.alive and not self.draining
+        return Response(status_code=200 if healthy else 503)
 
     async def show_metrics(self, request: HTTPRequest) -> Response:
         return Response(generate_latest(self.metrics.registry), media_type="text/plain")
