@@ -13897,6 +13897,7 @@ def test_server_openai_client_completions():
             ]
             assert last.usage == whole.usage and last.choices == []
             assert whole.usage.completion_tokens == sum(len(sample.tokens) for sample in want)
+            assert whole.usage.prompt_tokens == len(http_small()[1].encode(HTTP_PROMPT))
         assert [m.id for m in client.models.list()] == ["test"]
         assert client.models.retrieve("test").id == "test"
         with pytest.raises(openai.NotFoundError, match="no model 'a/b'"):
@@ -14095,6 +14096,7 @@ def test_server_refuses_what_it_does_not_have():
         for origin, status in ((url, 200), ("http://evil.example", 403), ("null", 403)):
             got = http_post(url, "/tokenize", {"prompt": "x"}, Origin=origin)
             assert got.status_code == status, origin
+            assert "access-control-allow-origin" not in got.headers
         ids = http_post(url, "/tokenize", {"prompt": HTTP_PROMPT}).json()["tokens"]
         assert ids == http_small()[1].encode(HTTP_PROMPT)
         assert http_post(url, "/detokenize", {"tokens": ids}).json()["prompt"] == HTTP_PROMPT
@@ -14271,7 +14273,9 @@ def test_server_bounds_queue_calls_and_time():
         full = post(url, HTTP_LONG)
         assert full.status_code == 429 and full.headers["retry-after"] and "queue" in full.text
         server.limits.max_calls_per_key = 3
-        assert "this key" in post(url, HTTP_LONG).text and "queue" in post(url, HTTP_LONG, "b").text
+        full = post(url, HTTP_LONG)
+        assert full.status_code == 429 and full.headers["retry-after"] and "this key" in full.text
+        assert "queue" in post(url, HTTP_LONG, "b").text
         assert [r.result().status_code for r in running] == [200] * 3
         server.limits.request_timeout = 0.2
         assert post(url, HTTP_LONG).status_code == 504
@@ -14356,11 +14360,22 @@ def test_server_slow_reader_gets_larger_pieces():
 
 
 def test_server_metrics_count_what_ran():
-    """vLLM's metric names with our prefix; the totals are those of the calls."""
+    """vLLM's metric names with our prefix; the totals are those of the calls, and the gauges and
+    preemptions the engine's."""
+    metric = lambda url, name: float(
+        re.search(rf"^sheaf:{name} (.*)", httpx.get(f"{url}/metrics").text, re.M)[1]
+    )
     with http_tiny() as (server, url):
+        http_slow(server, 0.02)
+        begun = time.monotonic()
         for seed in range(3):
             http_post(url, "/v1/completions", HTTP_LONG | dict(seed=seed, max_tokens=7))
-        text = httpx.get(f"{url}/metrics").text
+        seconds, text = time.monotonic() - begun, httpx.get(f"{url}/metrics").text
+        first = metric(url, "time_to_first_token_seconds_sum")
+        between = metric(url, "inter_token_latency_seconds_sum")
+        assert first >= 3 * 0.02 and between >= 18 * 0.02
+        total = metric(url, "e2e_request_latency_seconds_sum")
+        assert first + between == pytest.approx(total) and total < seconds
         for line in (
             "prompt_tokens_total 9.0", "generation_tokens_total 21.0", "num_requests_running 0.0",
             'request_success_total{finished_reason="length"} 3.0',
@@ -14368,10 +14383,25 @@ def test_server_metrics_count_what_ran():
             "prefix_cache_queries_total 9.0", "num_preemptions_total 0.0",
         ):  # fmt: skip
             assert f"sheaf:{line}" in text, text
+    blocks = dict(num_blocks=16, block_size=4, max_num_seqs=3)
+    with http_tiny(engine=blocks) as (server, url), ThreadPoolExecutor(5) as pool:
+        http_slow(server, 0.02)
+        body, scheduler = HTTP_LONG | dict(prompt=[5] * 9), server.engine.engine.scheduler
+        body["max_tokens"] = 40
+        calls = [pool.submit(http_post, url, "/v1/completions", body) for _ in range(5)]
+        wait_until(lambda: metric(url, "num_requests_waiting") >= 2)
+        wait_until(lambda: metric(url, "kv_cache_usage_perc") > 0.5)
+        wait_until(lambda: metric(url, "num_requests_running") >= 1)
+        assert [call.result().status_code for call in calls] == [200] * 5
+        http_settled(server)
+        assert metric(url, "num_preemptions_total") == scheduler.n_preempted > 0
+        assert metric(url, "prefix_cache_hits_total") == scheduler.n_hit_tokens > 0
+        assert metric(url, "kv_cache_usage_perc") == metric(url, "num_requests_waiting") == 0
 
 
-def test_server_engine_failure_ends_its_streams_only():
-    """A step that raises is a 500 without a trace for the calls in it; the next call is served."""
+def test_server_engine_failure_ends_its_streams_only(monkeypatch):
+    """A step that raises is a 500 without a trace for the calls in it, and so is any other error;
+    the next call is served."""
     with http_tiny() as (server, url):
         engine, step = server.engine.engine, server.engine.engine.step
         engine.step = lambda: (_ for _ in ()).throw(RuntimeError("boom"))
@@ -14379,6 +14409,10 @@ def test_server_engine_failure_ends_its_streams_only():
         engine.step = step
         assert failed.status_code == 500 and "Traceback" not in failed.text
         assert http_post(url, "/v1/completions", HTTP_LONG).status_code == 200
+        monkeypatch.setattr(SV, "known_fields", lambda *_: open(REPO / "missing"))
+        failed = http_post(url, "/tokenize", {"prompt": "x"})
+        assert failed.status_code == 500 and "missing" not in failed.text
+        assert "Traceback" not in failed.text
 
 
 def test_server_is_not_healthy_without_its_engine(monkeypatch):
@@ -14465,11 +14499,13 @@ def http_program(*argv: str, program=("generate.py",)) -> tuple[subprocess.Popen
     return process, url
 
 
-@pytest.mark.parametrize("signals", [1, 2])
-def test_server_drains(signals):
-    """The first SIGTERM: new calls get 503, the running one finishes, exit code 0. A second: it ends
-    at once. One line of the log per call."""
-    process, url = http_program("--dummy", "small", "--max-num-seqs", "4")
+@pytest.mark.parametrize("signals, drain_timeout", [(1, 60), (2, 60), (1, 0.5)])
+def test_server_drains(signals, drain_timeout):
+    """The first SIGTERM: new calls get 503, the running one finishes, exit code 0. A second, or the
+    end of --drain-timeout: it ends at once. One line of the log per call."""
+    flags = "--dummy", "small", "--max-num-seqs", "4", "--drain-timeout", str(drain_timeout)
+    process, url = http_program(*flags)
+    whole = signals == 1 and drain_timeout == 60
     body = dict(prompt=[5, 6], max_tokens=400, stream=True, ignore_eos=True, user="u")
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
         events = http_events(response.iter_lines())
@@ -14480,13 +14516,15 @@ def test_server_drains(signals):
         assert "requests_running 1.0" in httpx.get(f"{url}/metrics").text
         if signals == 2:
             process.send_signal(signal.SIGTERM)
-            assert process.wait(5) is not None
-        else:
-            assert list(events)[-1][1] == "[DONE]"
-    assert process.wait(20) == 0
+        assert not whole or list(events)[-1][1] == "[DONE]"
+        assert process.wait(5) == 0
     log = process.stderr.read()
-    assert ("2+400 tokens" in log and "user 'u'" in log) or signals == 2
-    assert "Traceback" not in log
+    ((new, *times),) = re.findall(
+        r"user 'u': 2\+(\d+) tokens, queue (.*) s, TTFT (.*) s, total (.*) s, ", log
+    )
+    assert (int(new) == 400) == whole
+    queue, first, total = map(float, times)
+    assert 0 <= queue < first < total and "Traceback" not in log
 
 
 def test_server_requires_a_key_beyond_loopback(capsys):
@@ -14997,10 +15035,16 @@ class Browser:
         argv = ["bash", "-c", shell, "bash", program, *flags.split()]
         self.process = subprocess.Popen(argv, pass_fds=(commands, events), start_new_session=True)
         self.unread, self.ids, self.session, self.requests = b"", itertools.count(), {}, []
+        self.open_tab()
+
+    def open_tab(self) -> dict:
+        """Further commands are to a new tab; returns `session` of the tab before."""
+        before, self.session = self.session, {}
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
         session = self.send("Target.attachToTarget", targetId=target, flatten=True)
         self.session = {"sessionId": session["sessionId"]}
         self.send("Network.enable")
+        return before
 
     def send(self, method: str, **params) -> dict:
         """A command's result. Requests that the page makes are collected."""
@@ -15166,6 +15210,8 @@ def test_page_completes_with_a_key(page):
     for _ in range(2):
         assert browser.run(PAGE_TEXT) == prompt + answer["text"]
         assert browser.run("$$('.token')[9].textContent") == texts[9]
+        surprise = browser.run("$$('.token')[9].style.getPropertyValue('--surprise')")
+        assert float(surprise) == pytest.approx(min(1, logprobs[9] / math.log(0.001)), abs=1e-3)
         browser.point("$$('.token')[9]")
         chosen = browser.wait("$('#tip .chosen')?.innerText").split()[-1]
         assert chosen == (f"{100 * p:.1f}%" if p > 0.001 else "<0.1%")
@@ -15182,7 +15228,7 @@ def test_page_stops_and_survives_a_broken_connection(page):
     browser.open(url)
     browser.settings(seed=4, max_tokens=6000)
     browser.type("Why?", "Enter")
-    browser.wait("$$('.token').length > 5")
+    browser.wait("$$('.token').length > 5 && $('#running').textContent == '1'")
     browser.type("", "Escape")
     browser.wait(f"{PAGE_DONE} && $('.foot').innerText.includes('stopped')")
     for line in ("num_requests_running 0.0", 'request_success_total{finished_reason="abort"} 1.0'):
@@ -15202,6 +15248,29 @@ def test_page_stops_and_survives_a_broken_connection(page):
         browser.wait(PAGE_DONE)
         texts.append(browser.run(PAGE_TEXT))
     assert len(texts[0]) > 200 and texts == texts[:1] * 3
+
+
+def test_page_sends_its_settings(page):
+    """Each in the field of its name; an empty one is the server's default."""
+    browser, _, url = page
+    browser.open(url)
+    browser.run("$('#clear').click()")
+    numbers = dict(temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=3, max_tokens=9)
+    numbers |= dict(presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=1.1)
+    user, system = message("user", "hi"), message("system", "Be brief.")
+    fields = dict(stream=True, stream_options={"include_usage": True}, logprobs=True)
+    fields |= dict(top_logprobs=5, messages=[user])
+    fetch = "async (_, {body}) => { window.sent ??= body; throw new TypeError() }"
+    browser.run(f"window.fetch = {fetch}")
+    more = dict(stop=["a\nb", "c"], messages=[system, user])
+    for settings, want in (({}, {}), (numbers | dict(stop="a\\nb\nc", system="Be brief."), more)):
+        browser.run("$('#settings').reset() || delete window.sent")
+        browser.settings(**settings)
+        browser.type("hi", "Enter")
+        assert json.loads(browser.wait("window.sent")) == fields | want | (numbers if want else {})
+        browser.wait("$('#send').textContent == 'Send'")
+        browser.run("$('#clear').click()")
+    browser.run("$('#settings').reset() || $('#settings').oninput()")
 
 
 def test_page_never_inserts_html(page):
@@ -15248,20 +15317,41 @@ def test_page_fits_a_phone_and_follows_dark_mode(page):
 
 
 def test_page_compares_two_servers(page, tmp_path):
-    """The second column is the other server's; votes are pairs that train.py --task dpo reads."""
+    """The second column is the other server's, a chat where that has a template; votes, of two tabs
+    at once too, are pairs that train.py --task dpo reads."""
     browser, url, other = page
+
+    def vote(prompt: str) -> tuple[str, str, str]:
+        """For the second answer; what must be exported."""
+        browser.type(prompt, "Enter")
+        browser.wait("$$('.turn:last-child .foot button').length == 7")
+        texts = browser.run("$$('.turn:last-child .text').map(e => e.textContent)")
+        browser.run("$$('.foot button').filter(b => b.textContent == 'Better').at(-1).click()")
+        return prompt, texts[1].removeprefix(prompt), texts[0].removeprefix(prompt)
+
     browser.open(url)
-    browser.settings(other=other, max_tokens=20, temperature=2)
-    browser.run("$('[name=seed]').value = ''")
-    browser.type("import ", "Enter")
-    browser.wait("$$('.two .foot button').length == 8")
-    texts = browser.run("$$('.two .text').map(e => e.textContent.slice(7))")
-    assert texts[0] != texts[1]
-    browser.run("$$('.two .foot button').filter(b => b.textContent == 'Better')[1].click()")
+    browser.run("$('#clear').click()")
+    fields = dict(max_tokens=20, temperature=2, seed=3)
+    browser.settings(other=other, **fields)
+    want = [vote("import ")]
+    messages = [message("user", "import ")]
+    answer = json.loads(page_api(other, "/v1/chat/completions", messages=messages, **fields))
+    assert want[0][1] == answer["choices"][0]["message"]["content"] != want[0][2]
+    first = browser.open_tab()
+    browser.open(url, "!$('#key').hidden")
+    browser.type("k", into="#secret")
+    browser.run("$('#key').requestSubmit()")
+    browser.wait("$('#model').textContent")
+    want.append(vote("from "))
+    second, browser.session = browser.session, first
+    want.append(vote("while "))
+    browser.session = second
     browser.send("Page.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
     browser.run("$('#export').click()")
     browser.wait((tmp_path / "votes.jsonl").exists)
-    assert [*DA.read_preferences(tmp_path / "votes.jsonl")] == [("import ", texts[1], texts[0])]
+    browser.send("Page.navigate", url="about:blank")
+    browser.session = first
+    assert [*DA.read_preferences(tmp_path / "votes.jsonl")] == want
 
 
 # --------------------------------------------------------------------------------------------------
