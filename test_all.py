@@ -13818,7 +13818,8 @@ def wait_until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
 
 def http_settled(server: SV.Server) -> None:
     """Nothing is left of any call."""
-    wait_until(lambda: not (server.calls.total() or server.generations))
+    wait_until(lambda: not server.calls.total())
+    wait_until(lambda: all(g.ended.is_set() for g in [*server.generations.values()]))
     assert not getattr(server.engine, "tasks", ())
     for part in getattr(server.engine, "replicas", [server.engine]):
         engine, blocks = part.engine, part.engine.allocator
@@ -13842,6 +13843,23 @@ def http_events(lines: Iterable[str]) -> Iterator[tuple[str, Any]]:
             id = value
         elif name == "data":
             yield id, value if value == "[DONE]" else json.loads(value)
+
+
+def streamed_texts(events: Iterable[tuple[str, Any]], n: int = 1) -> list[str]:
+    """The text of each of n choices, from the events of a completion."""
+    texts = [""] * n
+    for _, data in events:
+        for choice in data["choices"] if data != "[DONE]" else ():
+            texts[choice["index"]] += choice["text"]
+    return texts
+
+
+async def http_stream(client: httpx.AsyncClient, body: dict) -> str:
+    """The text of a completion, which must end well."""
+    async with client.stream("POST", "/v1/completions", json=body | dict(stream=True)) as response:
+        lines = [line async for line in response.aiter_lines() if line]
+    assert response.status_code == 200 and lines[-1] == "data: [DONE]", lines[-1]
+    return streamed_texts(http_events(lines))[0]
 
 
 def http_reference(prompt: Any, chat: bool = False, **params) -> list[K.Continuation]:
@@ -13905,6 +13923,11 @@ def test_server_openai_client_completions():
         two = create(prompt=[HTTP_PROMPT, [1, 260]], n=2, seed=1, max_tokens=3)
         both = [http_reference(p, n=2, seed=1, max_new_tokens=3) for p in (HTTP_PROMPT, [1, 260])]
         assert [c.text for c in two.choices] == [s.text for s in chain(*both)]
+        (want,) = http_reference(HTTP_PROMPT, seed=3, max_new_tokens=4)
+        (echoed,) = create(seed=3, max_tokens=4, echo=True, logprobs=2).choices
+        assert echoed.text == HTTP_PROMPT + want.text
+        assert echoed.logprobs.token_logprobs[0] is None
+        assert all(len(top) >= 2 for top in echoed.logprobs.top_logprobs[1:])
         with pytest.raises(openai.BadRequestError, match="suffix is not supported"):
             create(suffix="x")
         with pytest.raises(openai.NotFoundError, match="no model 'gpt'"):
@@ -13934,6 +13957,9 @@ def test_server_openai_client_chat():
         parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
         same = create(max_tokens=12, messages=[messages[0], {"role": "user", "content": parts}])
         assert same.choices[0].message.content == want.text
+        schema = {"name": "s", "schema": {"enum": ["a", {"b": 1}]}}
+        whole = create(max_tokens=12, response_format={"type": "json_schema", "json_schema": schema})
+        assert json.loads(whole.choices[0].message.content) in schema["schema"]["enum"]
         image = [{"type": "image_url", "image_url": {"url": "x"}}]
         for bad, words in (
             ([{"role": "user", "content": image}], "type text"),
@@ -13958,12 +13984,8 @@ def test_server_response_format():
                 value = json.loads(text)
                 assert value.keys() == {"name", "pattern"} and value["pattern"] in ("x", "y")
                 assert len(value["name"]) <= 5
-            streamed = ["", "", ""]
             lines = http_post(url, "/v1/completions", body | dict(stream=True)).text.splitlines()
-            for _, data in http_events(lines):
-                for choice in data["choices"] if data != "[DONE]" else ():
-                    streamed[choice["index"]] += choice["text"]
-            assert streamed == texts
+            assert streamed_texts(http_events(lines), 3) == texts
     schema, unlikely = {"type": "string", "pattern": "^[0-9]{3}$"}, {}
     for i in range(4096):  # -100 is no ban: of the allowed tokens one is sampled
         if any(byte in b"0123456789" for byte in http_small()[1].token_bytes(i, i) or b""):
@@ -13984,7 +14006,7 @@ def test_server_text_is_that_of_generate():
         out = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
     *events, (_, done) = http_events(out.splitlines())
     assert done == "[DONE]" and len({id for id, _ in events}) == len(events)
-    assert "".join(data["choices"][0]["text"] for _, data in events) == want
+    assert streamed_texts(events) == [want]
 
 
 def test_server_echo_has_the_prompts_logprobs():
@@ -14192,10 +14214,8 @@ def test_server_stream_is_continued_with_its_key_only(monkeypatch):
             assert [ack.status_code for ack in acks] == [204, 404, 404, 404]
             assert send("\u00fc", id).status_code == 404
             rest = send("a", id)  # r is not closed
-        text = data["choices"][0]["text"]
-        for _, data in http_events(rest.text.splitlines()):
-            text += data["choices"][0]["text"] if data != "[DONE]" else ""
-        assert rest.status_code == 200 and text == want.text
+        assert rest.status_code == 200
+        assert streamed_texts([(id, data), *http_events(rest.text.splitlines())]) == [want.text]
         http_settled(server)
         name = id.partition(".")[0]
         for counts in (".-1-0", ".1--1", ".13-1", f".{9 * 10**8}-1", ".1-1.1-1", "", ".x", ".1"):
@@ -14211,7 +14231,7 @@ def test_server_stream_is_continued_with_its_key_only(monkeypatch):
         for _ in range(3):
             assert httpx.post(path, json=body, headers=key("\u00fc")).status_code == 200
         http_settled(server)
-        assert len(server.kept) == 2
+        assert len(server.generations) == 2
 
 
 def test_server_repeats_what_is_not_acknowledged():
@@ -14613,7 +14633,7 @@ def test_server_random_requests_leave_nothing(n):
         asyncio.run(run(url, range(n // 2, n)))
         http_settled(server)
         assert resource_mb() < before + 30
-        assert len(server.kept) <= SV.KEPT_STREAMS
+        assert len(server.generations) <= SV.KEPT_STREAMS
 
 
 def resource_mb() -> float:
@@ -14628,19 +14648,10 @@ def test_server_many_streams_at_once(n):
         dict(prompt=[3 + i % 90, 5], seed=i, max_tokens=12, ignore_eos=True) for i in range(n)
     ]
 
-    async def one(client: httpx.AsyncClient, body: dict) -> str:
-        text = ""
-        async with client.stream("POST", "/v1/completions", json=body | dict(stream=True)) as r:
-            assert r.status_code == 200, await r.aread()
-            async for line in r.aiter_lines():
-                if line.startswith("data: {"):
-                    text += json.loads(line[6:])["choices"][0]["text"]
-        return text
-
     async def run(url: str) -> list[str]:
         limits = httpx.Limits(max_connections=n)
         async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
-            return await asyncio.gather(*(one(client, body) for body in bodies))
+            return await asyncio.gather(*(http_stream(client, body) for body in bodies))
 
     with http_tiny() as (server, url):
         texts = asyncio.run(run(url))
@@ -14800,10 +14811,7 @@ def test_cluster_streams_outlive_their_replicas(deaths):
         assert server.engine.flaky.deaths < deaths / 2 or deaths == 0
         assert post(url, dict(prompt="x", n=33))["error"]["code"] == 400
         streamed = http_post(url, "/v1/completions", bodies[1] | dict(stream=True)).text
-        texts = ["", ""]
-        for _, data in http_events(streamed.splitlines()):
-            if data != "[DONE]":
-                texts[data["choices"][0]["index"]] += data["choices"][0]["text"]
+        texts = streamed_texts(http_events(streamed.splitlines()), 2)
     for a, b in zip(got, want, strict=True):
         assert a["usage"] == b["usage"]
         for x, y in zip(a["choices"], b["choices"], strict=True):
@@ -14944,22 +14952,11 @@ class ReplicaProcesses:
         names = "ray::ServeReplica:sheaf", "multiprocessing.spawn"
         return [pid for pid, _, args in table if pid in ours and any(n in args for n in names)]
 
-    async def stream(self, client: httpx.AsyncClient, body: dict) -> str:
-        """The text of a call, which must end well."""
-        text = last = ""
-        async with client.stream("POST", "/v1/completions", json=body) as response:
-            async for line in response.aiter_lines():
-                if line.startswith("data: {"):
-                    text += json.loads(line[6:])["choices"][0]["text"]
-                last = line or last
-        assert last == "data: [DONE]", last
-        return text
-
     async def texts(self, bodies: list[dict], kill_after: float | None = None) -> list[str]:
         """Of calls at once; kill_after: seconds until a replica is killed with -9."""
         limits = httpx.Limits(max_connections=len(bodies))
         async with httpx.AsyncClient(base_url=self.url, timeout=120, limits=limits) as client:
-            texts = asyncio.gather(*(self.stream(client, body) for body in bodies))
+            texts = asyncio.gather(*(http_stream(client, body) for body in bodies))
             if kill_after is not None:
                 await asyncio.sleep(kill_after)
                 os.kill(random.choice(self.pids()), signal.SIGKILL)
@@ -14975,7 +14972,7 @@ def test_cluster_survives_kill_9(backend):
     if backend == "ray":
         pytest.importorskip("ray", reason='pip install "ray[serve]==2.60.0"')
     bodies = [
-        dict(prompt=f"def f{i}(a, b):\n", seed=i, max_tokens=60, ignore_eos=True, stream=True)
+        dict(prompt=f"def f{i}(a, b):\n", seed=i, max_tokens=60, ignore_eos=True)
         for i in range(50)
     ]
     rng = random.Random(0)
@@ -14998,7 +14995,7 @@ def test_cluster_survives_kill_9(backend):
 @pytest.mark.slow
 def test_cluster_on_ray_adds_replicas_under_load():
     pytest.importorskip("ray", reason='pip install "ray[serve]==2.60.0"')
-    body = dict(prompt="def f():\n", max_tokens=400, ignore_eos=True, stream=True)
+    body = dict(prompt="def f():\n", max_tokens=400, ignore_eos=True)
     with ReplicaProcesses("--replicas", "1:2") as server:
         assert len(server.pids()) == 1
 

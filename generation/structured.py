@@ -231,7 +231,7 @@ class Grammar:
         self.vocab_size = len(vocabulary.tokens)
         self.in_chain = ((self.table >= 0).sum(1) == 1) & ~self.accepting
         self.forced = lru_cache(None)(self._forced)
-        self.choice = lru_cache(MASKS_KEPT)(self._choice)
+        self.mask_and_forced = lru_cache(MASKS_KEPT)(self._mask_and_forced)
         if not self.allowed(self.start).any():
             raise ValueError("begins with characters that no token has")
 
@@ -246,12 +246,12 @@ class Grammar:
 
     def allowed(self, state: int) -> Tensor:
         """(V,) bool: the tokens that may follow."""
-        return self.choice(state)[0]
+        return self.mask_and_forced(state)[0]
 
-    def forced_tokens(self, state: int, most: int) -> list[int]:
+    def forced_tokens(self, state: int, limit: int) -> list[int]:
         """The next tokens as long as one alone is allowed, EOS included."""
         ids: list[int] = []
-        while len(ids) < most and (token := self.choice(state)[1]) is not None:
+        while len(ids) < limit and (token := self.mask_and_forced(state)[1]) is not None:
             ids.append(token)
             state = self.advance(state, token)
         return ids
@@ -264,7 +264,7 @@ class Grammar:
             state = self.table[state, data[-1]]
         return bytes(data)
 
-    def _choice(self, state: int) -> tuple[Tensor, int | None]:
+    def _mask_and_forced(self, state: int) -> tuple[Tensor, int | None]:
         """allowed(state), and the only such token if there is one."""
         if state < 0:
             return torch.ones(self.vocab_size, dtype=torch.bool), None
@@ -364,7 +364,7 @@ def main() -> None:
         state, text, times = grammar.start, b"", []
         while state >= 0:
             start = time.perf_counter()
-            ids = grammar._choice(state)[0].nonzero()[:, 0]
+            ids = grammar._mask_and_forced(state)[0].nonzero()[:, 0]
             times.append(1e3 * (time.perf_counter() - start))
             id = int(rng.choice(ids[:64]))  # short ones, so that the text ends
             state, text = grammar.advance(state, id), text + grammar.vocabulary.tokens[id]

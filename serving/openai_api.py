@@ -111,14 +111,15 @@ def parse_completion(body: Mapping[str, Any], model: Model) -> Call:
     """A body of POST /v1/completions. APIError names the field."""
     body = known_fields(body, COMPLETION, model)
     prompts = _prompts(body.get("prompt"), model)
-    echo, top = _typed(body, "echo", bool, False), _count(body, "logprobs", MAX_LOGPROBS)
+    echo, top = _typed(body, "echo", bool, False), _integer(body, "logprobs", MAX_LOGPROBS)
     tokens = body.get("max_tokens", 16)
     no_output = echo and type(tokens) is int and tokens == 0
-    params = _params(body, 1 if no_output else tokens, top, chat=False)
+    params = _sampling_params(body, 1 if no_output else tokens, top, chat=False)
     if (best_of := body.get("best_of", params.n)) != params.n or type(best_of) is not int:
         raise APIError(400, f"best_of must equal n ({params.n}), not {best_of!r}", "best_of")
     requests = [Request("", 0, ids, params) for ids in prompts]
-    return _call(body, Call(requests, False, echo=echo, top_logprobs=top, no_output=no_output))
+    options = dict(echo=echo, top_logprobs=top, no_output=no_output) | _stream_fields(body)
+    return Call(requests, chat=False, **options)
 
 
 def parse_chat(body: Mapping[str, Any], model: Model) -> Call:
@@ -126,7 +127,7 @@ def parse_chat(body: Mapping[str, Any], model: Model) -> Call:
     body = known_fields(body, CHAT, model)
     ids = _chat_prompt(body.get("messages"), model)
     logprobs = _typed(body, "logprobs", bool, False)
-    top = _count(body, "top_logprobs", MAX_LOGPROBS)
+    top = _integer(body, "top_logprobs", MAX_LOGPROBS)
     if top is not None and not logprobs:
         raise APIError(400, "top_logprobs requires logprobs: true", "top_logprobs")
     top = (top or 0) if logprobs else None
@@ -134,9 +135,9 @@ def parse_chat(body: Mapping[str, Any], model: Model) -> Call:
         raise APIError(400, "give max_completion_tokens or max_tokens, not both", "max_tokens")
     room = max(1, model.context - len(ids))
     tokens = body.get("max_completion_tokens", body.get("max_tokens", room))
-    params = _params(body, tokens, top, chat=True)
+    params = _sampling_params(body, tokens, top, chat=True)
     request = Request("", 0, ids, params, continues=False)
-    return _call(body, Call([request], True, top_logprobs=top))
+    return Call([request], chat=True, top_logprobs=top, **_stream_fields(body))
 
 
 def known_fields(body: Any, fields: Set[str], model: Model) -> dict[str, Any]:
@@ -152,7 +153,7 @@ def known_fields(body: Any, fields: Set[str], model: Model) -> dict[str, Any]:
     return body
 
 
-def _params(
+def _sampling_params(
     body: Mapping[str, Any], max_tokens: Any, logprobs: int | None, chat: bool
 ) -> SamplingParams:
     given = {ours: body[name] for name, ours in SAMPLING.items() if name in body}
@@ -196,10 +197,10 @@ def _typed(body: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
     return value
 
 
-def _count(body: Mapping[str, Any], name: str, most: int) -> int | None:
+def _integer(body: Mapping[str, Any], name: str, limit: int) -> int | None:
     value = body.get(name)
-    if value is not None and not (type(value) is int and 0 <= value <= most):
-        raise APIError(400, f"{name} must be an integer from 0 to {most}, not {value!r}", name)
+    if value is not None and not (type(value) is int and 0 <= value <= limit):
+        raise APIError(400, f"{name} must be an integer from 0 to {limit}, not {value!r}", name)
     return value
 
 
@@ -256,16 +257,16 @@ def _text(content: Any) -> str:
     return "".join(part["text"] for part in parts)
 
 
-def _call(body: Mapping[str, Any], call: Call) -> Call:
-    call.stream, call.user = _typed(body, "stream", bool, False), _typed(body, "user", str, "")
+def _stream_fields(body: Mapping[str, Any]) -> dict[str, Any]:
+    """`stream`, `include_usage` and `user` of a Call."""
+    stream, user = _typed(body, "stream", bool, False), _typed(body, "user", str, "")
     options, field = _typed(body, "stream_options", dict, {}), "stream_options"
-    if options and not call.stream:
+    if options and not stream:
         raise APIError(400, "stream_options requires stream: true", field)
     for name, value in options.items():
         if name != "include_usage" or type(value) is not bool:
             raise APIError(400, f"{field}.{name}: {value!r} is not supported", field)
-    call.include_usage = options.get("include_usage", False)
-    return call
+    return dict(stream=stream, user=user, include_usage=options.get("include_usage", False))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -273,13 +274,13 @@ def _call(body: Mapping[str, Any], call: Call) -> Call:
 # --------------------------------------------------------------------------------------------------
 
 
-class Writer:
-    """Writes a Stream as the objects of one API call: `chunk` of each piece, or `whole`."""
+class ResponseWriter:
+    """Writes a Stream as the objects of one API call: `chunk` of each piece, or `response`."""
 
     def __init__(self, call: Call, stream: Stream, model: Model, seen: Sequence[Progress]):
         """seen: tokens and characters of each choice that the client has."""
         self.call, self.stream, self.model = call, stream, model
-        self.begun = [p.tokens + p.chars > 0 for p in seen]
+        self.started = [p.tokens + p.chars > 0 for p in seen]
         self.n_chars = [0] * len(seen)  # of each choice, before its next token: text_offset
         self.texts: dict[int, TextStream] = {}  # that _offsets counts
         for choice in [i for i, p in enumerate(seen) if p.tokens and call.top_logprobs is not None]:
@@ -287,7 +288,7 @@ class Writer:
             self.n_chars[choice] = len(model.tokenizer.decode(request.ids)) if call.echo else 0
             self._offsets(choice, output.samples[i].token_ids[: seen[choice].tokens])
 
-    def head(self, chunk: bool) -> dict[str, Any]:
+    def _head(self, chunk: bool) -> dict[str, Any]:
         kind = "chat.completion" if self.call.chat else "text_completion"
         kind += ".chunk" if chunk and self.call.chat else ""
         head = {"id": self.call.id, "object": kind, "created": self.call.created}
@@ -295,20 +296,20 @@ class Writer:
 
     def first_chunks(self) -> Iterator[dict[str, Any]]:
         """The role of a chat's choices."""
-        if self.call.chat and not any(self.begun):
-            for choice in range(len(self.begun)):
+        if self.call.chat and not any(self.started):
+            for choice in range(len(self.started)):
                 yield self._chunk(choice, {"role": "assistant", "content": ""}, None, None)
 
     def chunk(self, piece: Piece) -> dict[str, Any]:
         """A choice's echoed prompt, if it is requested, comes with its first piece."""
         choice, text, logprobs = piece.choice, piece.text, None
-        prompt = ("", None) if self.begun[choice] or not self.call.echo else self._prompt(choice)
-        self.begun[choice] = True
+        prompt = ("", None) if self.started[choice] or not self.call.echo else self._prompt(choice)
+        self.started[choice] = True
         if self.call.no_output:
             text = ""
         else:
             logprobs = self._logprobs(choice, piece.tokens, piece.logprobs)
-        text, logprobs = prompt[0] + text, _joined(prompt[1], logprobs)
+        text, logprobs = prompt[0] + text, _concat_logprobs(prompt[1], logprobs)
         delta: Any = {"content": text} if self.call.chat else text
         return self._chunk(choice, delta, logprobs, FINISH.get(piece.finish_reason or ""))
 
@@ -316,22 +317,22 @@ class Writer:
         value = {"index": choice, "delta" if self.call.chat else "text": delta}
         value |= {"logprobs": logprobs, "finish_reason": finish}
         usage = {"usage": None} if self.call.include_usage else {}
-        return self.head(True) | {"choices": [value]} | usage
+        return self._head(True) | {"choices": [value]} | usage
 
     def usage_chunk(self) -> dict[str, Any]:
-        return self.head(True) | {"choices": [], "usage": self.usage()}
+        return self._head(True) | {"choices": [], "usage": self.usage()}
 
     def usage(self) -> dict[str, int]:
         prompt = sum(len(r.ids) for r in self.stream.requests)
         new = 0 if self.call.no_output else sum(p.tokens for p in self.stream.progress)
         return dict(prompt_tokens=prompt, completion_tokens=new, total_tokens=prompt + new)
 
-    def whole(self) -> dict[str, Any]:
+    def response(self) -> dict[str, Any]:
         """The response of a call without `stream`, of a stream that has finished."""
-        choices = [self._choice(i) for i in range(len(self.stream.progress))]
-        return self.head(False) | {"choices": choices, "usage": self.usage()}
+        choices = [self._choice_of_response(i) for i in range(len(self.stream.progress))]
+        return self._head(False) | {"choices": choices, "usage": self.usage()}
 
-    def _choice(self, choice: int) -> dict[str, Any]:
+    def _choice_of_response(self, choice: int) -> dict[str, Any]:
         request, output, i = self.stream.sample(choice)
         text, sample = request.samples[i].text, output.samples[i]
         piece = Piece(choice, text, sample.token_ids, sample.logprobs, sample.finish_reason)
@@ -396,6 +397,6 @@ class Writer:
         return entry(token, logprob) | {"top_logprobs": [*map(entry, ids, best)]}
 
 
-def _joined(a: dict[str, Any] | None, b: dict[str, Any] | None) -> dict[str, Any] | None:
+def _concat_logprobs(a: dict[str, Any] | None, b: dict[str, Any] | None) -> dict[str, Any] | None:
     """Two logprobs objects of consecutive tokens as one."""
     return {name: a[name] + b[name] for name in a} if a and b else a or b

@@ -33,7 +33,6 @@ import sys
 import time
 import traceback
 from collections import Counter as Counts
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -53,9 +52,9 @@ from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from huggingface.tokenizer import one_line
-from paged_kv import Output
+from paged_kv import Output, Sample
 from serving.async_engine import AsyncEngine, Progress, Stats, Stream
-from serving.openai_api import APIError, Call, Model, Writer, encode, invalid
+from serving.openai_api import APIError, Call, Model, ResponseWriter, encode, invalid
 from serving.openai_api import known_fields, parse_chat, parse_completion
 from serving.unacked import UnackedTail
 
@@ -97,7 +96,7 @@ class Metrics:
             "prefix_queries": counter("prefix_cache_queries", "tokens looked up"),
             "prefix_hits": counter("prefix_cache_hits", "tokens found cached"),
         }
-        self.known = Counts[str]()  # the values of totals
+        self.last_totals = Counts[str]()  # the values of totals
         self.prompt_tokens = counter("prompt_tokens", "prompt tokens")
         self.new_tokens = counter("generation_tokens", "generated tokens")
         self.finished = counter("request_success", "finished requests", "finished_reason")
@@ -105,13 +104,13 @@ class Metrics:
         self.itl = histogram("inter_token_latency_seconds", "time between tokens")
         self.e2e = histogram("e2e_request_latency_seconds", "arrival to last token")
 
-    def show(self, stats: Stats) -> None:
+    def update(self, stats: Stats) -> None:
         """The state of the engine after a step."""
         for name, gauge in self.gauges.items():
             gauge.set(stats[name])
         for name, counter in self.totals.items():
-            counter.inc(max(0, stats[name] - self.known[name]))
-            self.known[name] = stats[name]
+            counter.inc(max(0, stats[name] - self.last_totals[name]))
+            self.last_totals[name] = stats[name]
 
     def observe(self, stream: Stream, new_tokens: int) -> None:
         """Count the requests and new tokens of a stream that has finished."""
@@ -130,27 +129,6 @@ class Metrics:
 
 
 @dataclass
-class Kept:
-    """A stream that has ended or whose client has left, to be continued."""
-
-    call: Call
-    key: str  # that began it, and may continue it
-    outputs: list[Output]  # of each request
-    counted: int  # tokens in Metrics
-    time: float = field(default_factory=time.monotonic)
-
-    def __post_init__(self):
-        self.samples = [sample for output in self.outputs for sample in output.samples]
-        ids = [request.ids for request in self.call.requests]
-        ids += [sample.token_ids for sample in self.samples]
-        for part in (*self.samples, *self.outputs):
-            ids += [best for _, best, _ in getattr(part, "prompt_logprobs", part.logprobs)]
-        self.n_tokens = sum(map(len, ids))
-        for sample in self.samples:
-            sample.finish_reason = None  # found again when it is continued
-
-
-@dataclass
 class Server:
     """The application: its routes' handlers, and what they share."""
 
@@ -164,8 +142,7 @@ class Server:
         self.engine: AsyncEngine | None = None  # while it runs
         self.metrics, self.calls = Metrics(), Counts[str]()  # calls at present, by key
         self.draining = False
-        self.generations: dict[str, Generation] = {}  # at present, by the id of the call
-        self.kept: OrderedDict[str, Kept] = OrderedDict()
+        self.generations: dict[str, Generation] = {}  # by the id of the call
 
     def app(self) -> Starlette:
         """The ASGI application."""
@@ -191,7 +168,7 @@ class Server:
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        self.engine = self.make_engine(self.metrics.show)
+        self.engine = self.make_engine(self.metrics.update)
         yield
         await self.engine.close()
 
@@ -269,17 +246,16 @@ class Server:
 
     async def generate(self, parse: Callable[..., Call], request: HTTPRequest) -> Response:
         body, key = await self._json(request), request.state.key
-        call, kept, seen = await asyncio.to_thread(parse, body, self.model), None, []
+        generation = Generation(self, await asyncio.to_thread(parse, body, self.model), key)
         if (event := request.headers.get("last-event-id")) is not None:
-            call, kept, seen = await self._interrupted(event, key)
+            generation = await self._resume(event, key)
+        call = generation.call
         if self.engine.n_waiting + len(call.requests) > self.limits.max_queue:
             raise APIError(429, "the queue is full; try again later", Retry_After="1")
         client = key if len(self.keys) > 1 else call.user or key  # who shares with whom (--policy)
         for queued in call.requests:
             queued.client = client
-        generation = Generation(self, call, key, seen, kept)
         await generation.start()
-        self.kept.pop(call.id, None)
         if request.query_params.get("repeat_unacked") == "1":
             generation.tails = [UnackedTail(p.chars) for p in generation.seen]
         if call.stream:
@@ -289,42 +265,51 @@ class Server:
         finally:
             generation.finish()
 
-    async def _interrupted(self, event: str, key: str) -> tuple[Call, Kept, list[Progress]]:
-        """The call of an event id that a client saw last, its stream, and what the client has.
-        Ends its stream if that has not noticed that the client left."""
-        id, *counts = event.split(".")
-        if (running := self.generations.get(id)) is not None and running.key == key:
-            running.end_connection()
-            await running.kept.wait()
-        kept, seen = self.kept.get(id), _parse_counts(counts)
-        samples = kept.samples if kept is not None and kept.key == key else []
+    async def _resume(self, event: str, key: str) -> Generation:
+        """Of the event that a client saw last, a generation of what the client lacks. Ends the
+        earlier one if that has not noticed that the client left."""
+        earlier, seen = self._find(event, key)
+        if earlier is not None:
+            earlier.end_connection()
+            await earlier.ended.wait()
+        samples = earlier.samples if earlier is not None else []
         possible = (p.tokens <= len(s.token_ids) for p, s in zip(seen, samples))
         if not samples or len(seen) != len(samples) or not all(possible):
             raise APIError(404, "this stream is not kept any more; send it without Last-Event-ID")
-        requests = [replace(request, samples={}) for request in kept.call.requests]
-        return replace(kept.call, requests=requests), kept, seen
+        requests = [replace(request, samples={}) for request in earlier.call.requests]
+        call, n_counted = replace(earlier.call, requests=requests), earlier.n_tokens
+        return Generation(self, call, key, seen, earlier.unfinished_outputs(), n_counted)
+
+    def _find(self, event: Any, key: str) -> tuple[Generation | None, list[Progress]]:
+        """The generation of an event id, if it belongs to the key; tokens and characters of each
+        choice with that event, [] if they are not."""
+        id, *counts = event.split(".") if isinstance(event, str) else [""]
+        generation = self.generations.get(id)
+        ok = all(re.fullmatch("[0-9]{1,9}-[0-9]{1,9}", count) for count in counts)
+        seen = [Progress(*map(int, count.split("-"))) for count in counts] if ok else []
+        return generation if generation is not None and generation.key == key else None, seen
 
     async def acknowledge(self, request: HTTPRequest) -> Response:
         """A client of ?repeat_unacked=1 has the event with this id, and what it repeats."""
         body = await self._json(request)
         event = body.get("id") if isinstance(body, dict) else None
-        id, *counts = event.split(".") if isinstance(event, str) else [""]
-        generation = self.generations.get(id)
-        known = generation is not None and generation.key == request.state.key
-        acked = _parse_counts(counts)
-        if not known or not acked or len(acked) != len(generation.tails):
+        generation, acked = self._find(event, request.state.key)
+        if generation is None or not acked or len(acked) != len(generation.tails):
             raise APIError(404, "id is no event of a running stream with ?repeat_unacked=1", "id")
         for tail, seen, count in zip(generation.tails, generation.seen, acked):
             tail.ack(min(count.chars, seen.chars))
         return Response(status_code=204)
 
-    def keep(self, kept: Kept) -> None:
-        """Keep a stream that has ended: its client may not have received all of it."""
-        self.kept[kept.call.id] = kept
-        n_tokens, oldest = sum(k.n_tokens for k in self.kept.values()), kept.time - KEPT_SECONDS
-        for id, old in list(self.kept.items()):
-            if len(self.kept) > KEPT_STREAMS or n_tokens > KEPT_TOKENS or old.time < oldest:
-                n_tokens -= self.kept.pop(id).n_tokens
+    def forget(self) -> None:
+        """Of the generations that have ended, forget the oldest, and those without a stream."""
+        ended = [g for g in self.generations.values() if g.ended.is_set()]
+        n_streams, n_tokens = len(ended), sum(g.size for g in ended)
+        oldest = time.monotonic() - KEPT_SECONDS
+        for g in sorted(ended, key=lambda g: g.end_time):
+            is_full = n_streams > KEPT_STREAMS or n_tokens > KEPT_TOKENS
+            if is_full or g.end_time < oldest or not g.call.stream:
+                del self.generations[g.call.id]
+                n_streams, n_tokens = n_streams - 1, n_tokens - g.size
 
     # ---- the other routes ----
 
@@ -360,13 +345,6 @@ class Server:
         return Response(generate_latest(self.metrics.registry), media_type="text/plain")
 
 
-def _parse_counts(counts: Sequence[str]) -> list[Progress]:
-    """Tokens and characters of each choice in an event id; [] if they are not."""
-    pairs = [count.split("-") for count in counts]
-    ok = all(len(pair) == 2 and all(re.fullmatch("[0-9]{1,9}", n) for n in pair) for pair in pairs)
-    return [Progress(*map(int, pair)) for pair in pairs] if ok else []
-
-
 def _error(e: APIError) -> Response:
     return JSONResponse(e.body, e.status, e.headers)
 
@@ -392,30 +370,31 @@ async def _while_connected(request: HTTPRequest, response: Awaitable[Response]) 
 
 @dataclass
 class Generation:
-    """One call from its entry to its line in the log."""
+    """One call from its entry to its line in the log; after that a client whose connection broke
+    may continue its stream."""
 
     server: Server
     call: Call
-    key: str
-    seen: list[Progress]  # what the client has of each choice
-    previous: Kept | None  # the stream that it continues
+    key: str  # of its client
+    seen: list[Progress] = field(default_factory=list)  # what the client has of each choice
+    previous: Sequence[Output] = ()  # of the generation that it continues
+    n_counted: int = 0  # tokens of that, which are in Metrics
     stream: Stream | None = None
     status: int = 500  # of an error: 504 after the deadline
     connection: asyncio.Timeout | None = None  # of a call with `stream`
-    kept: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)  # in the engine
     tails: list[UnackedTail] = field(default_factory=list)  # of ?repeat_unacked=1, of each choice
     begun: float = field(default_factory=time.monotonic)
 
     async def start(self) -> None:
         """Queue its requests. From here on, `finish` must be called."""
-        server, loop = self.server, asyncio.get_running_loop()
-        outputs, k = self.previous.outputs if self.previous else (), self.call.prompt_logprobs
+        server, loop, k = self.server, asyncio.get_running_loop(), self.call.prompt_logprobs
         try:
-            self.stream = await server.engine.submit(self.call.requests, outputs, k)
+            self.stream = await server.engine.submit(self.call.requests, self.previous, k)
         except ValueError as e:
             raise invalid(e, self.call.chat) from None
         self.seen = self.seen or [Progress() for _ in self.stream.progress]
-        self.writer = Writer(self.call, self.stream, server.model, self.seen)
+        self.writer = ResponseWriter(self.call, self.stream, server.model, self.seen)
         server.generations[self.call.id] = self
         self.deadline = loop.time() + server.limits.request_timeout
         self.timer = loop.call_at(self.deadline, self._expire)
@@ -436,7 +415,7 @@ class Generation:
             pass
         if self.stream.error is not None:
             raise APIError(self.status, self.stream.error)
-        return JSONResponse(self.writer.whole())
+        return JSONResponse(self.writer.response())
 
     async def events(self) -> AsyncIterator[bytes]:
         """Server-sent events. Each id says how much of every choice the client has with it."""
@@ -470,21 +449,34 @@ class Generation:
 
     def finish(self) -> None:
         """Abort what has not finished, count, and write a line of the log."""
-        server, stream = self.server, self.stream
-        n_tokens = sum(progress.tokens for progress in stream.progress)
-
-        def keep() -> None:
-            del server.generations[self.call.id]
-            if self.call.stream:
-                server.keep(Kept(self.call, self.key, stream.outputs, n_tokens))
-            self.kept.set()
-
         self.timer.cancel()
         self.connection = None
-        server.engine.close_stream(stream, keep)
-        new_tokens = n_tokens - (self.previous.counted if self.previous else 0)
-        server.metrics.observe(stream, max(0, new_tokens))
+        self.n_tokens = sum(progress.tokens for progress in self.stream.progress)
+        self.server.engine.close_stream(self.stream, self._end)
+        self.server.metrics.observe(self.stream, max(0, self.n_tokens - self.n_counted))
         self._log()
+
+    def _end(self) -> None:
+        self.end_time, self.size = time.monotonic(), self._size()
+        self.ended.set()
+        self.server.forget()
+
+    @property
+    def samples(self) -> list[Sample]:
+        return [sample for output in self.stream.outputs for sample in output.samples]
+
+    def unfinished_outputs(self) -> list[Output]:
+        """A copy of its outputs, to be continued; finish reasons are found again."""
+        unfinished = lambda s: Sample([*s.token_ids], None, [*s.logprobs])
+        return [replace(o, samples=[*map(unfinished, o.samples)]) for o in self.stream.outputs]
+
+    def _size(self) -> int:
+        """The number of token ids that it has in memory."""
+        ids = [request.ids for request in self.call.requests]
+        ids += [sample.token_ids for sample in self.samples]
+        for part in (*self.samples, *self.stream.outputs):
+            ids += [best for _, best, _ in getattr(part, "prompt_logprobs", part.logprobs)]
+        return sum(map(len, ids))
 
     def _log(self) -> None:
         stream, output, usage = self.stream, self.stream.outputs[0], self.writer.usage()
