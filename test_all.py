@@ -11049,6 +11049,15 @@ def test_structured_compilation_is_bounded(monkeypatch, limit):
     assert seconds() < before + 5
 
 
+def test_structured_flags_of_generate(tmp_path):
+    """--regex and --json-schema FILE: the text matches."""
+    (path := tmp_path / "schema.json").write_text('{"type": "array", "items": {"enum": [7, "é"]}}')
+    text = generated(f"--json-schema {path} --seed 1 --json", "def f")["text"]
+    assert {*json.loads(text)} <= {7, "é"}
+    text = generated("--regex [a-z]{3}=(?:[0-9]{2}|é) --seed 1 --json", "def f")["text"]
+    assert re.fullmatch("[a-z]{3}=(?:[0-9]{2}|é)", text)
+
+
 def structured_request(**fields) -> Callable:
     grammar = structured_vocabulary("bytes").grammar("a")
     return lambda: V.build_engine(random_model(tiny()), [2], num_blocks=9).add(
@@ -14483,7 +14492,7 @@ def test_server_pattern_that_compiles_slowly_delays_no_stream(monkeypatch):
 
 
 def test_compare_servers_counts_the_tokens_of_the_servers(monkeypatch):
-    """Of streams that end early too; a server that does not start is an error."""
+    """Of streams that end early too; a server that does not start is an error, and soon."""
     body = dict(prompt=HTTP_PROMPT, max_tokens=40, temperature=0)
     fields = dict(stop=["\n"], stream_options={"include_usage": True})
     with http_server() as (server, url):
@@ -14492,9 +14501,11 @@ def test_compare_servers_counts_the_tokens_of_the_servers(monkeypatch):
         found = asyncio.run(COMPARE.client([HTTP_PROMPT] * 3, [40] * 3, fields, port))
     assert found["tokens"] == 3 * whole["usage"]["completion_tokens"] < 3 * 40
     monkeypatch.setattr(COMPARE, "PORT", free_port())
+    begun = time.monotonic()
     with pytest.raises(RuntimeError, match="no server answers"):
-        with COMPARE.running([sys.executable, "-c", ""]):
+        with COMPARE.running([sys.executable, "-c", ""], seconds=40):
             pass
+    assert time.monotonic() - begun < 20
 
 
 def http_program(*argv: str, program=("generate.py",)) -> tuple[subprocess.Popen, str]:
