@@ -14491,6 +14491,21 @@ def test_server_pattern_that_compiles_slowly_delays_no_stream(monkeypatch):
             assert slow.result().json()["choices"][0]["text"] in ('"a"', '"b"')
 
 
+def test_server_patterns_leave_threads_for_other_calls(monkeypatch):
+    """However many are being compiled."""
+    compiled, n = threading.Event(), os.cpu_count() + 9  # asyncio's threads and some
+    monkeypatch.setattr(OA, "from_response_format", lambda given: compiled.wait(5) and None)
+    body = HTTP_LONG | dict(max_tokens=1, response_format={"type": "text"})
+    with http_tiny() as (server, url), ThreadPoolExecutor(n) as pool:
+        calls = [pool.submit(http_post, url, "/v1/completions", body) for _ in range(n)]
+        wait_until(lambda: server.calls.total() == n)
+        time.sleep(0.1)
+        assert http_post(url, "/tokenize", {"prompt": "x"}).status_code == 200
+        assert not any(call.done() for call in calls)
+        compiled.set()
+        assert [call.result().status_code for call in calls] == [200] * n
+
+
 def test_compare_servers_counts_the_tokens_of_the_servers(monkeypatch):
     """Of streams that end early too; a server that does not start is an error, and soon."""
     body = dict(prompt=HTTP_PROMPT, max_tokens=40, temperature=0)

@@ -3,7 +3,8 @@
 A step of the engine takes milliseconds to seconds and releases Python's lock while it computes, so
 it runs in a thread, and the loop keeps serving sockets. Between two steps the thread does what the
 loop asked for, adding and aborting requests; after a step it reports, in one call into the loop,
-how far every request has come.
+how far every request has come. What takes long and needs no engine, such as compiling a regular
+expression, runs in other threads.
 
 Instead of a queue, a Stream keeps counts: how many tokens and characters of the engine's own
 outputs its reader may see. A reader takes all that is new at once. So a slow reader

@@ -34,7 +34,7 @@ import time
 import traceback
 from collections import Counter as Counts
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -142,6 +142,7 @@ class Server:
         self.engine: AsyncEngine | None = None  # while it runs
         self.metrics, self.calls = Metrics(), Counts[str]()  # calls at present, by key
         self.draining = False
+        self.compilations = asyncio.Semaphore(2)  # take seconds; other calls need threads too
         self.generations: dict[str, Generation] = {}  # by the id of the call
 
     def app(self) -> Starlette:
@@ -246,7 +247,10 @@ class Server:
 
     async def generate(self, parse: Callable[..., Call], request: HTTPRequest) -> Response:
         body, key = await self._json(request), request.state.key
-        generation = Generation(self, await asyncio.to_thread(parse, body, self.model), key)
+        has_pattern = isinstance(body, dict) and body.get("response_format") is not None
+        async with self.compilations if has_pattern else nullcontext():
+            call = await asyncio.to_thread(parse, body, self.model)
+        generation = Generation(self, call, key)
         if (event := request.headers.get("last-event-id")) is not None:
             generation = await self._resume(event, key)
         call = generation.call
