@@ -85,6 +85,7 @@ from itertools import (
 )
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import MagicMock
 
 import httpx
@@ -13895,7 +13896,7 @@ HTTP_COMPLETIONS = [  # fields of a body, and the SamplingParams that they mean
     (dict(seed=5, stop="self"), dict(seed=5, stop=("self",))),
     (dict(seed=1, presence_penalty=1.5, frequency_penalty=0.5),
      dict(seed=1, presence_penalty=1.5, frequency_penalty=0.5)),
-    (dict(seed=2, logit_bias={"260": 5}), dict(seed=2, logit_bias={260: 5.0})),
+    (dict(seed=2, logit_bias={"300": 20}), dict(seed=2, logit_bias={300: 20.0})),
 ]  # fmt: skip
 HTTP_EXTRA = dict(top_k=7, min_p=0.1, repetition_penalty=1.3, min_tokens=4, ignore_eos=True)
 
@@ -14243,6 +14244,30 @@ def test_server_stream_is_continued_with_its_key_only(monkeypatch):
         assert len(server.generations) == 2
 
 
+def test_server_stream_is_continued_twice_at_once():
+    """Two connections that continue one stream do not disturb each other."""
+    body = dict(prompt=HTTP_PROMPT, seed=5, max_tokens=12, stream=True, ignore_eos=True)
+    body["stream_options"] = {"include_usage": True}
+    (want,) = http_reference(HTTP_PROMPT, seed=5, max_new_tokens=12, ignore_eos=True)
+    post = partial(http_post, path="/v1/completions", body=body)
+    with http_server() as (server, url), ThreadPoolExecutor(2) as pool:
+        http_slow(server, 0.05)
+        with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
+            first = next(http_events(response.iter_lines()))
+        http_settled(server)
+        submit, both = server.engine.submit, asyncio.Barrier(2)
+
+        async def submit_together(*args) -> SV.Stream:
+            await both.wait()
+            return await submit(*args)
+
+        server.engine.submit = submit_together
+        for call in [pool.submit(post, url, Last_Event_ID=first[0]) for _ in range(2)]:
+            rest = [*http_events(call.result().text.splitlines())]
+            assert streamed_texts([first, *rest]) == [want.text]
+            assert rest[-2][1]["usage"]["completion_tokens"] == 12
+
+
 def test_server_repeats_what_is_not_acknowledged():
     """With ?repeat_unacked=1 each event has all text since the last acknowledged one: a client that
     loses any of the others has the whole text."""
@@ -14385,7 +14410,9 @@ def test_server_slow_reader_gets_larger_pieces():
             events = http_events(response.iter_lines())
             next(events)
             wait_until(lambda: server.engine.engine.unfinished == 0, 60)
-            assert len(list(events)) < 16 * 300 * 0.9
+            rest = [data["choices"][0] for _, data in events if data != "[DONE]"]
+        assert len(rest) < 16 * 300 * 0.9
+        assert sum(len(choice["logprobs"]["tokens"]) for choice in rest) >= 16 * 300 - 20
 
 
 def test_server_metrics_count_what_ran():
