@@ -15386,6 +15386,7 @@ def test_page_compares_two_servers(page, tmp_path):
             browser.run("$('#key').requestSubmit()")
         browser.wait("$('#model').textContent")
 
+    browser.open(other)  # once it is up
     open_with_key()
     browser.run("$('#clear').click()")
     fields = dict(max_tokens=20, temperature=2, seed=3)
