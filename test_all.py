@@ -12611,7 +12611,7 @@ class CheckedLender(POOLS.LendingReplica):
         loans = self.ledger.loans
         for r in self.ledger.replicas:
             lent = [loan.blocks for loan in loans.values() if loan.lender is r]
-            r.allocator.check([s.block_table for s in r.scheduler.running] + lent)
+            check_blocks(r.allocator, [s.block_table for s in r.scheduler.running] + lent)
         assert sum(map(self.ledger.balance, self.ledger.replicas)) == 0
         for part, loan in loans.items():
             assert loan.borrower is not loan.lender and not part.running
