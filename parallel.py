@@ -633,10 +633,15 @@ def apply_fsdp(
         has_experts = any(map(is_expert_stack, model.parameters()))
         prefetch = has_experts and mesh.dense.device_type == "cuda"
     if prefetch and stage == 3:
-        groups = [[m for m in b.modules() if isinstance(m, FSDPModule)] for b in model.layers]
-        for block, next_block in zip(groups, groups[1:]):
-            block[0].set_modules_to_forward_prefetch([*block[1:], *next_block])  # in order of use
-            next_block[0].set_modules_to_backward_prefetch(block)
+        _prefetch_blocks(model)
+
+
+def _prefetch_blocks(model: nn.Module) -> None:
+    """Gather the parameters of the next block in forward, and of the one before in backward."""
+    groups = [[m for m in b.modules() if isinstance(m, FSDPModule)] for b in model.layers]
+    for block, next_block in zip(groups, groups[1:]):
+        block[0].set_modules_to_forward_prefetch([*block[1:], *next_block])  # in order of use
+        next_block[0].set_modules_to_backward_prefetch(block)
 
 
 def _ends(model: nn.Module, separate_head: bool) -> list[list[nn.Module | None]]:

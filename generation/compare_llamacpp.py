@@ -1,5 +1,5 @@
-"""Decoding speed beside llama.cpp's, in turn, on the same GGUF files: TinyLlama-1.1B's shape, random
-weights.
+"""Decoding speed beside llama.cpp's, in turn, on the same GGUF files: TinyLlama-1.1B's shape, with
+random weights.
 
     python generation/compare_llamacpp.py --python PEER/bin/python --folder FOLDER
 

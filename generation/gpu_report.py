@@ -1,6 +1,6 @@
 """Checks and measures every kernel and program on this machine's GPUs.
 
-    python -m generation.bench --gpu-report              everything, about 20 minutes
+    python -m generation.bench --gpu-report              everything
     python -m generation.bench --gpu-report attention    the entries whose title contains a word
 
 Each entry runs in a process of its own, with a time limit, so that a crash ends only that entry.

@@ -92,6 +92,7 @@ def running(argv: list[str], seconds: float = 120.0) -> Iterator[None]:
 
 
 def is_healthy() -> bool:
+    """Whether a server answers 200 to GET /health at PORT."""
     try:
         return httpx.get(f"http://127.0.0.1:{PORT}/health").status_code == 200
     except httpx.TransportError:
