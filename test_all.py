@@ -4978,13 +4978,14 @@ class EngineMachine(RuleBasedStateMachine):
         self.model.hook = lambda: None
 
 
-def test_engine_keeps_its_promises():
+@pytest.mark.parametrize("max_examples", [20, pytest.param(90, marks=pytest.mark.slow)])
+def test_engine_keeps_its_promises(max_examples):
     """Whatever is added, aborted, forked, handed over, interrupted, fails or is NaN, with drafts or
     none: every token is greedy decoding's, delivered once, no request affects another, all end, and
-    no block leaks."""
+    no block leaks. The long run has met every event."""
     EngineMachine.events.clear()
     settings = hypothesis.settings(
-        max_examples=90,
+        max_examples=max_examples,
         stateful_step_count=30,
         phases=[hypothesis.Phase.generate],  # shrinking takes minutes
         suppress_health_check=[*hypothesis.HealthCheck],
@@ -4993,7 +4994,7 @@ def test_engine_keeps_its_promises():
     wanted = {*ENGINE_HOOKS, *DRAFT_HOOKS, *ENGINE_ACTIONS, "aborted", "moved"}
     wanted |= {"preemptions", "accepted", "hit_rate", "eos"}
     missing = {event for event in wanted if not EngineMachine.events[event]}
-    assert not missing, missing
+    assert not missing or max_examples < 90, missing
 
 
 # ---- the Engine: tables of options, samplers and ends ----
@@ -25802,6 +25803,7 @@ SERVED_FLAGS = "--batch {requests} --set block_size=4 --max-num-seqs 4 --max-new
 # ranks | flags on ranks | flags of both | relative tolerance of the perplexity (1e-5)
 GENERATE_RANKS = """
 2 | --tp 2                            | {greedy} |
+2 | --tp 2 --set ffn_2d=true          | {greedy} |
 2 | --tp 2                            | {sampled} --checkpoint {moe} |
 2 | --tp 2 --attention flash          | {greedy} --checkpoint {qwen} --logprobs 2 |
 2 | --tp 2                            | {greedy} --dummy {latent} --prompt-tokens 5 |
@@ -26110,18 +26112,6 @@ def test_generate_pp_stage_loads_only_its_layers(generate_files, tmp_path):
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match="missing tensors: model.layers.3.mlp.up_proj.weight"):
         HF.load_checkpoint(folder, prepare=lambda m: ST.keep_stages_(m, [0], layers))
-
-
-def test_generate_tp_ffn_2d_text_is_the_same(tmp_path):
-    """--set ffn_2d on two ranks."""
-    argv = ["generate.py", "def f(", "--tp", 2, "--temperature", 0, "--max-new-tokens", 12]
-    argv += ["--device", "cpu", "--dtype", "fp32"]
-    plain, ours = (
-        run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, *argv, *more)
-        for more in ([], ["--set", "ffn_2d=true"])
-    )
-    assert ours.returncode == 0, ours.stderr
-    assert ours.stdout == plain.stdout != ""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -28113,7 +28103,7 @@ def lost_case(rank: int, case: LayoutCase, folder: Path) -> dict:
 
 
 LOST = f"""
-tp               | single biased | --tp 2 {NO_SP} --cp 2 | | micro=4
+slow tp          | single biased | --tp 2 {NO_SP} --cp 2 | | micro=4
 hsdp             | single biased | --zero 2 --dp-replicate 2 |
 slow async, zero | single biased | --tp 2 --async-tp --cp 2 --cp-ulysses 2 --zero 3 | | micro=4
 slow all-gather  | single biased | --tp 2 --cp 2 --set cp_method=all-gather | | micro=4
