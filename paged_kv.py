@@ -2207,7 +2207,8 @@ class CUDAGraphRunner:
         torch.cuda.synchronize()
         self.pool = self.pool or torch.cuda.graph_pool_handle()  # shared: graphs run one at a time
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        # the default would fail if another thread called CUDA meanwhile, as NCCL's watchdog does
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             out = self.function(*static_inputs)
 
         def replay(*inputs: Tensor | None) -> Any:

@@ -5467,7 +5467,8 @@ class FakeGraphs:
         monkeypatch.setattr(torch.cuda, "graph", self.capture)
 
     @contextmanager
-    def capture(self, graph, pool):
+    def capture(self, graph, pool, capture_error_mode):
+        assert capture_error_mode == "thread_local"  # NCCL's thread calls CUDA meanwhile
         self.capturing = graph
         self.captured.append(graph)
         yield
@@ -24883,7 +24884,7 @@ GENERATE_EXCLUDES = """
 --batch f                         | --json --interactive --bench-serving --attention=flash --chat x
 --bench-serving                   | --max-new-tokens=9 --stop=x
 --ep       | --batch=f --bench-serving --interactive --speculate=ngram --compile --quantize-report
---tp 2                            | --interactive --compile --quantize-report
+--tp 2                            | --interactive --quantize-report
 --pp 2     | --interactive --compile --quantize-report --speculate=ngram --ep --batch=f
 --ep --quantize int4              | --calibrate=gptq --save=f
 --tp 2 --quantize int4            | --calibrate=gptq --save=f
@@ -25819,6 +25820,8 @@ GENERATE_RANKS = """
 2 | --pp 2                            | {sampled} --n 5 --set frequency_penalty=0.7 --stop ) |
 2 | --pp 2                            | {greedy} --dummy {latent} --prompt-tokens 1100 --n 3 |
 2 | --pp 2                            | {greedy} --dummy small-pr-moe --prompt-tokens 5 |
+slow 2 | --tp 2 --compile             | {greedy} --checkpoint {qwen} |
+slow 2 | --tp 2 --compile             | {greedy} --checkpoint {moe} --n 2 |
 slow 2 | --tp 2                       | {perplexity} |
 slow 2 | --tp 2 --quantize int8       | {perplexity} | 0.01
 slow 2 | --tp 2 --quantize int4       | {perplexity} | 0.15
@@ -25867,6 +25870,7 @@ GENERATE_RANKS_BAD = """
 2 | --tp 2 --set shard_batch=true --n 4         | --set shard_batch requires MLA or MQA
 2 | --tp 2 --set shard_batch=true --n 3 --dummy {latent} --prompt-tokens 5 | --n 3 multiple --tp 2
 2 | --tp 2 --checkpoint {small8}                | --tp is quantized
+2 | --tp 2 --compile --batch {requests}         | --compile: engine's steps --tp
 2 | --tp 2 --quantize int4 --group-size 64      | group_size
 2 | --pp 2 --checkpoint {small8}                | --pp is quantized
 2 | --pp 3                                      | --pp 3 is 3 processes, not 2 --nproc-per-node 3

@@ -240,7 +240,7 @@ GROUPS = {  # the first field of each group of --help
 SAMPLING = "max_new_tokens n temperature top_k top_p min_p seed stop ignore_eos repetition_penalty "
 SAMPLING += "presence_penalty frequency_penalty min_new_tokens logit_bias regex json_schema"
 SINGLE = "prompt prompt_tokens interactive chat perplexity bench attention"
-SHARDED = "interactive compile calibrate save quantize_report"
+SHARDED = "interactive calibrate save quantize_report"
 
 # setting, the settings of which it needs one
 REQUIRES = [
@@ -285,9 +285,12 @@ EXCLUDES = [
     ("quantize_report", f"{SINGLE} batch bench_serving dummy quantize save speculate {SAMPLING}",
      "it runs every scheme on a text of its own"),
     ("calibrate", "dummy", "random weights have no activations to calibrate"),
-    ("ep", f"batch bench_serving speculate {SHARDED}", "every rank has some of the experts"),
+    # a compiled step gathers the weights of each token's experts, which are on other ranks
+    ("ep", f"batch bench_serving speculate compile {SHARDED}",
+     "every rank has some of the experts"),
     ("tp", SHARDED, "every rank has a shard of the weights"),
-    ("pp", f"{SHARDED} batch bench_serving speculate perplexity logprobs ep shard_batch",
+    # torch.compile does not trace the sends and receives between stages
+    ("pp", f"{SHARDED} compile batch bench_serving speculate perplexity logprobs ep shard_batch",
      "every rank has some of the layers"),
     ("ffn_2d", "ep pp quantize", "it shards dense 16-bit weights over all ranks"),
     ("shard_batch", "batch bench_serving speculate perplexity", "it shards the --n rows"),

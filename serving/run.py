@@ -62,6 +62,8 @@ def engine_options(args: GenerateConfig, model: Transformer) -> dict[str, Any]:
     num_blocks = all_reduce_min(num_blocks)
     if args.mesh is not None or args.offload:
         options["static"] = False  # collectives and streamed layers are not captured in CUDA graphs
+        if args.compile:
+            raise ValueError("--compile: the engine's steps are not compiled with --tp; remove it")
     return options | {"num_blocks": args.kv_blocks or num_blocks}
 
 
