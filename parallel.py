@@ -641,7 +641,7 @@ def _prefetch_blocks(model: nn.Module) -> None:
     groups = [[m for m in b.modules() if isinstance(m, FSDPModule)] for b in model.layers]
     for block, next_block in zip(groups, groups[1:]):
         block[0].set_modules_to_forward_prefetch([*block[1:], *next_block])  # in order of use
-        next_block[0].set_modules_to_backward_prefetch(block)
+        next_block[0].set_modules_to_backward_prefetch([*next_block[1:], *block])
 
 
 def _ends(model: nn.Module, separate_head: bool) -> list[list[nn.Module | None]]:

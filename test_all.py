@@ -17988,6 +17988,20 @@ class OnGPU(torch.Tensor):
     is_cuda = True
 
 
+class LaunchSizes(TorchDispatchMode):
+    """Of each operation its name and the numbers of elements of the tensors that it returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: list[tuple[str, list[int]]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+        self.seen.append((func.overloadpacket.__name__, [x.numel() for x in tensors] or [0]))
+        return out
+
+
 class LargestFloat32(TorchDispatchMode):
     """The most fp32 numbers that any operation returned."""
 
@@ -21960,8 +21974,10 @@ def test_zero_squared_norm_on_a_gpu(dtype):
     grads = [torch.arange(n).to(dtype).as_subclass(OnGPU) for n in (3, 5)]
     buckets = [SimpleNamespace(master=SimpleNamespace(grad=g)) for g in grads]
     optimizer = SimpleNamespace(buckets=buckets, finish_grad_sync=lambda: None)
-    norm = zero.DistributedOptimizer.squared_norm(optimizer)
+    with LaunchSizes() as launches:
+        norm = zero.DistributedOptimizer.squared_norm(optimizer)
     assert norm.dtype == dtype and norm.item() == pytest.approx(5 + 30)
+    assert max(max(sizes) for _, sizes in launches.seen) <= len(grads)
 
 
 def zero_check_local_state(env, case, optimizer, names, state) -> None:
@@ -28463,15 +28479,22 @@ def test_fsdp_prefetch_gathers_a_block_before_the_experts_of_the_one_before(tmp_
                 events.append(group._module_fqn)
             unshard(group, *args)
 
+        def noted(i, experts, *args):
+            events.append(f"routed {i}")
+            y = experts(*args)
+            y.register_hook(lambda grad: events.append(f"backward {i}"))
+            return y
+
         FSDPParamGroup.unshard = recorded
         for prefetch in (False, True):
             torch.manual_seed(0)
             model = M.Transformer(layout_config("moe"))
             for i, layer in enumerate(model.layers):
-                run, note = layer.mlp.experts, partial(events.append, f"routed {i}")
-                layer.mlp.experts = lambda *args, run=run, note=note: (note(), run(*args))[1]
+                layer.mlp.experts = partial(noted, i, layer.mlp.experts)
             parallel.apply_fsdp(model, mesh, prefetch=prefetch)
-            model(torch.arange(32).view(2, 16) + env.rank).square().mean().backward()
+            x = model(torch.arange(32).view(2, 16) + env.rank)
+            events.append("loss")
+            x.square().mean().backward()
             grads = {name: p.grad.to_local() for name, p in model.named_parameters()}
             results.append((events[:], grads))
             events.clear()
@@ -28484,7 +28507,44 @@ def test_fsdp_prefetch_gathers_a_block_before_the_experts_of_the_one_before(tmp_
             assert late.index(name) > late.index("routed 0"), late
         first = [name for name in early if name.startswith("layers.0")][:2]
         assert early.index("layers.1") > max(map(early.index, first)), early  # in order of use
+        backward, *plain = (events[events.index("loss") :] for events in (early, late))
+        order = ["layers.1", experts, "layers.0", first[1], "backward 1"]
+        assert sorted(order, key=backward.index) == order, backward
+        assert plain[0].index(first[1]) > plain[0].index("backward 1"), plain
         assert bitwise_equal(got, want)
+
+
+def test_bucketed_optimizer_is_saved_without_a_gather(tmp_path):
+    """Each rank's part of a checkpoint has its elements of the optimizer's states, once in all."""
+
+    def work(env) -> tuple[int, int]:
+        model, layout = M.Transformer(layout_config("plain")), L.ParallelDims()
+        adamw = partial(torch.optim.AdamW, lr=0.1)
+        layout.buckets = zero.DistributedOptimizer(model.parameters(), adamw)
+        model(torch.arange(32).view(2, 16)).square().mean().backward()
+        layout.buckets.step()
+        state = SD.TrainState(model, layout.buckets, layout)
+        state.updates = 1
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(zero, "all_gather", None)
+            saved = state.sharded_state_dict()
+        moments = [x.local for name, x in saved.items() if name.startswith("exp_avg")]
+        return sum(x.numel() for x in moments), 2 * sum(p.numel() for p in model.parameters())
+
+    (first, whole), (second, _) = run_on_ranks(tmp_path, {"zero": work}, world=2)["zero"]
+    assert first + second == whole and 0.45 * whole < first < 0.55 * whole
+
+
+@pytest.mark.parametrize("words, device, stage", product(["moe", "plain"], ["cuda", "cpu"], [2, 3]))
+def test_fsdp_prefetches_with_experts_on_a_gpu(words, device, stage, monkeypatch):
+    """By default. Without experts the host is ahead of the GPU anyway."""
+    prefetched = []
+    monkeypatch.setattr(parallel, "fully_shard", lambda module, **kwargs: module)
+    monkeypatch.setattr(parallel, "_prefetch_blocks", prefetched.append)
+    device_mesh = MagicMock(device_type=device)
+    mesh = SimpleNamespace(size=lambda dim: 1, dense=device_mesh, experts=device_mesh)
+    parallel.apply_fsdp(layout_meta_model(words), mesh, stage=stage)
+    assert bool(prefetched) == (words == "moe" and device == "cuda" and stage == 3)
 
 
 def test_context_parallel_positions_are_copied_to_the_gpu_once():
@@ -28521,20 +28581,29 @@ def test_gradients_are_summed_in_buckets(monkeypatch):
 def test_gradient_norm_on_a_gpu(dtype):
     """A few launches for any number of tensors, none of which returns as much as a gradient has."""
     grads = [torch.randn(9, n, generator=seeded(n)).to(dtype) for n in range(40)]
-    seen: list[int] = []
-
-    class Recorder(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            seen.extend(x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor))
-            return out
-
-    with Recorder():
+    with LaunchSizes() as launches:
         got = parallel.squared_norm([g.as_subclass(OnGPU) for g in grads])
     want = sum(g.double().square().sum() for g in grads)
     assert got.dtype == torch.float32 and got.item() == pytest.approx(want.item(), rel=1e-5)
     assert parallel.squared_norm(grads).item() == pytest.approx(want.item(), rel=1e-6)
-    assert len(seen) <= len(grads) + 4 and max(seen) <= len(grads)
+    assert len(launches.seen) <= 5 and max(max(n) for _, n in launches.seen) <= len(grads)
+
+
+def test_gradients_are_scaled_and_clipped_in_one_launch_per_dtype():
+    """For any number of parameters."""
+    model = nn.ParameterList(torch.ones(n) for n in range(1, 20))
+    model.extend(torch.ones(3, dtype=torch.float64) for _ in range(9))
+    for p in model:
+        p.grad = p.detach().clone()
+    for factor, scale in {
+        0.5: lambda: L.ParallelDims().scale_gradients(model, 0.5),
+        0.25: lambda: parallel.clip_gradients(model, torch.tensor(2.0), 1.0),
+    }.items():
+        with LaunchSizes() as launches:
+            scale()
+        used = [name for name, _ in launches.seen]
+        assert used.count("_foreach_mul_") <= 2 and "mul_" not in used
+        assert all((p.grad - factor).abs().max() < 1e-6 for p in model)
 
 
 @pytest.mark.parametrize("name", ["mesh errors", "frozen"])
