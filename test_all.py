@@ -31301,6 +31301,57 @@ def test_recovery_memory_checkpoint_of_one_process(tmp_path):
     assert memory.newest() is None and re_names(memory.folder) == []
 
 
+class HostCopies(OnGPU):
+    """Not a CPU tensor either; `to` gives one."""
+
+    is_cpu = False
+
+    def to(self, device, copy):
+        return self.as_subclass(torch.Tensor).clone()
+
+
+class LateStream(LateCopies):
+    """As torch.cuda.Stream(device)."""
+
+    def __init__(self, made, device):
+        super().__init__()
+        made.append(self)
+
+    def synchronize(self) -> None:
+        self.run(len(self.queue))
+
+
+def test_recovery_memory_checkpoint_on_a_gpu(tmp_path, monkeypatch):
+    """put copies to memory that is pinned once, on a side stream, after the work queued before.
+    dump, during which the GPU may hang, neither pins nor waits for that work."""
+    streams, pinned, unpinned = [], [], []
+    cudart = SimpleNamespace(cudaHostUnregister=unpinned.append)
+    cudart.cudaHostRegister = lambda *args: pinned.append(args) or 0
+    fake = dict(Stream=partial(LateStream, streams), stream=lambda stream: stream)
+    fake |= dict(current_stream=lambda device: "main", cudart=lambda: cudart)
+    fake |= dict(check_error=lambda code: None)
+    for name, value in fake.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+
+    def state(step):
+        on_gpu = lambda x: x.clone().as_subclass(HostCopies) if type(x) is torch.Tensor else x
+        return {name: on_gpu(x) for name, x in re_state(1, step).items()}
+
+    memory = re_memory(tmp_path, 1)
+    for step in (1, 2):
+        memory.put(step, state(step), {"rank": 1})
+        re_restores(memory, step, 1)
+    memory.dump(3, state(3), {"rank": 1})
+    re_restores(memory, 3, 1)
+    assert [stream.waits for stream in streams] == [1, 1, 0]
+    assert [len(stream.queue) for stream in streams] == [9, 9, 0]
+    plain = [x for x in re_state(1, 0).values() if type(x) is torch.Tensor]
+    assert sum(size for _, size, _ in pinned) == sum(x.nbytes for x in plain)
+    assert len(pinned) == len({x.dtype for x in plain}) and not unpinned
+    del memory
+    assert sorted(unpinned) == sorted(at for at, *_ in pinned)
+
+
 def test_recovery_replica_placement():
     """A rank with an own copy reads it; the others take turns among the holders."""
     held = [[(1, 5, "a", "f0", 9)], [(1, 5, "b", "f1", 8)], [(1, 5, "a", "f2", 9)], [], []]

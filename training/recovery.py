@@ -20,11 +20,11 @@ collective, until somebody looks at the loss. Each part shortens one of these:
     stragglers   From the same samples: how long each rank waits, and for which ranks.
     fresh_store  A store for a restarted run: torchrun's still has the addresses of dead processes.
 
-Cost: host memory for 6 states (two steps and the one being written, each twice); training stops
-during `put` (see the table); 100 stack samples per second take 0.4% of a core. When it loses: a
-power cut, or the loss of two machines that are partners, takes both copies, so checkpoints on disk
-remain necessary; a restart with another world size must load those; the timeout must exceed the
-slowest healthy step.
+Cost: host memory for 6 states (two steps and the one being written, each twice), and with a GPU one
+more, pinned; training stops during `put` (see the table); 100 stack samples per second take 0.4% of
+a core. When it loses: a power cut, or the loss of two machines that are partners, takes both
+copies, so checkpoints on disk remain necessary; a restart with another world size must load those;
+the timeout must exceed the slowest healthy step.
 Hooks: none, the training loop calls all of it. Equivalence (test_all.py): what `get` returns is bit
 for bit what was put, with any one rank's memory lost; a resumed guard decides as an uninterrupted
 one. Needs: torch, Linux. `torchrun --nproc-per-node 4 training/recovery.py` checks MemoryCheckpoint
@@ -48,6 +48,7 @@ import threading
 import time
 import traceback
 import uuid
+import weakref
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice, zip_longest
@@ -81,22 +82,45 @@ def _local(t: Tensor) -> Tensor:
     return (t.to_local() if hasattr(t, "to_local") else t).detach()  # a DTensor's local shard
 
 
-def _save(path: Path, header: dict, tensors: Mapping[str, Tensor], ordered: bool) -> int:
+def _pinned_like(tensors: Mapping[str, Tensor], owner: Any) -> dict[str, Tensor]:
+    """Host tensors, in one block of memory per dtype. It is pinned in place until `owner` is freed:
+    torch's pinned allocator rounds sizes up to a power of two."""
+    found, cudart = {}, torch.cuda.cudart()
+    for dtype in {t.dtype for t in tensors.values()}:
+        same = {name: t for name, t in tensors.items() if t.dtype == dtype}
+        block = torch.empty(sum(t.numel() for t in same.values()), dtype=dtype)
+        if block.nbytes:
+            torch.cuda.check_error(int(cudart.cudaHostRegister(block.data_ptr(), block.nbytes, 0)))
+            weakref.finalize(owner, cudart.cudaHostUnregister, block.data_ptr())
+        parts = block.split([t.numel() for t in same.values()])
+        found |= {name: part.view(t.shape) for (name, t), part in zip(same.items(), parts)}
+    return found
+
+
+def _save(
+    path: Path, header: dict, tensors: Mapping[str, Tensor], pinned: Mapping[str, Tensor] | None
+) -> int:
     """torch.save((header, tensors on the CPU)), atomically; returns the bytes of the file.
 
-    Copies from a GPU run on a side stream. `ordered`: after the work queued on the current stream.
-    If not, at once: the current stream may be blocked by a collective that never ends, and then no
-    update queued behind it has run, so that the state is still that of the last step.
+    Copies from a GPU run on a side stream, into `pinned`, after the work queued on the current
+    stream. None: at once, into other memory, as pinning waits for the GPU: the current stream may
+    be blocked by a collective that never ends, and then no update queued behind it has run, so that
+    the state is still that of the last step.
     """
     local, side = {name: _local(t) for name, t in tensors.items()}, None
     if gpu := next((t.device for t in local.values() if t.is_cuda), None):
         side = torch.cuda.Stream(gpu)
-        if ordered:
+        if pinned is not None:
             side.wait_stream(torch.cuda.current_stream(gpu))
     with torch.cuda.stream(side):
         for name, t in local.items():
-            if not t.is_cpu or t.untyped_storage().nbytes() > t.nbytes:  # a view saves its storage
+            if pinned and name in pinned:
+                pinned[name].copy_(t, non_blocking=True)
+                local[name] = pinned[name]
+            elif not t.is_cpu or t.untyped_storage().nbytes() > t.nbytes:  # a view saves its storage
                 local[name] = t.to("cpu", copy=True)
+    if side is not None:
+        side.synchronize()
     temporary = path.with_suffix(".tmp")
     try:
         with open(temporary, "wb") as file:
@@ -177,6 +201,7 @@ class MemoryCheckpoint:
         generations = [generation for generation, _ in self._list_saved()]
         self.restart_generation = max(self._gather(max([*generations, int(time.time())]))) + 1
         self._found: tuple[int, int, Plan] | None = None
+        self._pinned: dict[str, Tensor] = {}  # host copies of tensors on a GPU, for put
 
     def put(self, step: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
         """Store `tensors` and `metadata` (JSON) as the state after `step`, here and at the partner.
@@ -185,7 +210,7 @@ class MemoryCheckpoint:
         own, path = self._path(step, self.rank), self._path(step, source)
         temporary = path.with_suffix(".tmp")
         try:
-            sizes = self._run_on_all_or_raise(lambda: self._save(step, tensors, metadata, True))
+            sizes = self._run_on_all_or_raise(lambda: self._save(step, tensors, metadata))
             if source != self.rank:
                 self._run_on_all_or_raise(lambda: _allocate(temporary, sizes[source]))
                 self._exchange(own, partner, temporary, source)
@@ -203,7 +228,7 @@ class MemoryCheckpoint:
         """`put` without the partner and without communication: for a rank whose collective has
         failed or hangs. May be called in any thread while nothing writes to `tensors`, so not
         during the optimizer step."""
-        self._save(step, tensors, metadata, ordered=False)
+        self._save(step, tensors, metadata, in_order=False)
 
     def newest(self) -> int | None:
         """The newest step of which an intact copy exists for every rank's key, or None: the keys or
@@ -250,10 +275,14 @@ class MemoryCheckpoint:
         for path in self.folder.glob("*.pt"):
             path.unlink(missing_ok=True)
 
-    def _save(self, step: int, tensors: Mapping, metadata: Mapping, ordered: bool) -> int:
+    def _save(self, step: int, tensors: Mapping, metadata: Mapping, in_order: bool = True) -> int:
+        if in_order and not self._pinned:
+            on_gpu = {name: _local(t) for name, t in tensors.items() if _local(t).is_cuda}
+            self._pinned = _pinned_like(on_gpu, self) if on_gpu else {}
+        pinned = self._pinned if in_order else None
         header = {"generation": self.restart_generation, "step": step, "key": self.key}
         header |= {"world": self.world, "metadata": json.dumps(metadata)}
-        return _save(self._path(step, self.rank), header, tensors, ordered)
+        return _save(self._path(step, self.rank), header, tensors, pinned)
 
     def _header(self, path: Path, verify: bool = False) -> dict | None:
         """A file's header; None, with a message on stderr, if it is corrupt."""
