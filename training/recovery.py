@@ -117,7 +117,8 @@ def _save(
             if pinned and name in pinned:
                 pinned[name].copy_(t, non_blocking=True)
                 local[name] = pinned[name]
-            elif not t.is_cpu or t.untyped_storage().nbytes() > t.nbytes:  # a view saves its storage
+            elif not t.is_cpu or t.untyped_storage().nbytes() > t.nbytes:
+                # a view would save its whole storage
                 local[name] = t.to("cpu", copy=True)
     if side is not None:
         side.synchronize()
