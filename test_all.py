@@ -182,6 +182,7 @@ from serving import run as SRUN
 from serving import simulate as SIM
 from parallelism import parallel_dims as L
 from training import lora as LO
+from training import lora_jobs as LJ
 from training import metrics as MT
 import model as M
 from training import offload as OF
@@ -26174,6 +26175,7 @@ TRAIN_RUNS = {
     "head": "--task draft-head --init {plain}",
     "head-target": "--model {small-tied}/config.json --steps 80 --lr 2e-2 --batch-size 16",
     "trained-head": "--task draft-head --init {head-target} --steps 40 --eval-every 20 --lr 1e-2",
+    "lora-jobs": "--init {plain} --lora-jobs {jobs} --lr 1e-2",
     "sft": "--init {plain} --task sft --data {chats} --lr 1e-3",
     "dpo": "--init {plain} --task dpo --data {pairs} --lr 1e-3",
     "grpo": "--init {sft} --task grpo --data {prompts} --steps 4 --lr 1e-3"
@@ -26215,7 +26217,8 @@ class TrainRuns(dict):
 
     def argv(self, flags: str, out: Path) -> list[str]:
         argv = [*TRAIN_BASE.split(), *self.split(flags), "--out", str(out)]
-        argv += [] if "--data" in flags else ["--data", str(self["corpus"])]
+        has_data = re.search("--(data|lora-jobs)", flags)
+        argv += [] if has_data else ["--data", str(self["corpus"])]
         return argv + ([] if re.search("--(model|init)", flags) else self.split("--model {tiny}"))
 
     def run(self, flags: str, out: Path, code: int = 0) -> Path:
@@ -26248,7 +26251,12 @@ def train_runs(corpus, tiny_config, tmp_path_factory) -> TrainRuns:
         (folder / name).write_bytes(bytes(range(256)))
     for name, text in {"empty.txt": " \n", "short.txt": "just a few words " * 3}.items():
         (folder / name).write_text(text)
-    return TrainRuns(folder=folder, corpus=corpus, tiny=tiny_config, small=SMALL)
+    runs = TrainRuns(folder=folder, corpus=corpus, tiny=tiny_config, small=SMALL)
+    jobs = dict(name="a", rank=2, lr=2e-2), dict(name="b", rank=5, alpha=5.0, seed=3)
+    text = [json.dumps(job | {"data": [str(corpus)]}) for job in jobs]
+    (folder / "jobs.jsonl").write_text("\n".join(text))
+    runs["jobs"] = folder / "jobs.jsonl"
+    return runs
 
 
 def resume(out: Path, *more) -> None:
@@ -26336,6 +26344,7 @@ TRAIN = [
     Row("--pack --workers 1", "--pack", ranks="--pp 2", slow=True),
     Row(f"{MIXED} --workers 1", MIXED, slow=True),
     Row("--init {plain} --lora 4 --lr 1e-2", ranks="--zero 3"),
+    Row(TRAIN_RUNS["lora-jobs"], ranks=""),
     Row(TRAIN_RUNS["sft"], ranks="--zero 3"),
     Row(TRAIN_RUNS["sft"] + " --pack"),
     Row(TRAIN_RUNS["dpo"]),
@@ -26394,6 +26403,49 @@ def test_train_on_two_ranks_equals_one_process(row, train_runs, tmp_path):
     assert_same_training(tmp_path / "out", train_runs.finished(row.on), tolerance)
 
 
+def test_train_lora_jobs_equal_each_alone(train_runs, tmp_path):
+    """Each of --lora-jobs gets the losses, gradients and adapter of a run of its own on its share
+    of the batch; micro-batches that span jobs change nothing, and an adapter is where a job of the
+    same rank may start."""
+    flags = "--grad-clip 0.01"  # below all norms
+    together = train_runs.finished(f"{TRAIN_RUNS['lora-jobs']} {flags} --batch-size 6")
+    for name, own in (("a", "--lora 2 --lr 2e-2"), ("b", "--lora 5 --lr 1e-2 --seed 3")):
+        own += " --set lora_alpha=5" if name == "b" else ""
+        alone = train_runs.run(f"--init {{plain}} {own} {flags} --batch-size 3", tmp_path / name)
+        for row, want in zip(metrics(together), metrics(alone), strict=True):
+            for key in want.keys() & {"loss", "val_loss"}:
+                assert row[f"{key}/{name}"] == pytest.approx(want[key], rel=1e-5)
+            assert row["grad_norm"] >= 0.999 * want["grad_norm"] > 0.01
+        got, want = (load_file(x / LO.WEIGHTS) for x in (together / name, alone))
+        assert got.keys() == want.keys()
+        assert max(relative(got[key], want[key]) for key in want) < 1e-3
+        configs = [json.loads((x / LO.CONFIG).read_text()) for x in (together / name, alone)]
+        assert configs[0] == configs[1]
+    job = dict(name="c", rank=5, alpha=5.0, data=[str(train_runs["corpus"])])
+    job |= dict(seed=3, adapter=str(together / "b"))
+    (path := tmp_path / "jobs.jsonl").write_text(json.dumps(job))
+    flags = f"--init {{plain}} --lora-jobs {path} --steps 1 --eval-every 1 --lr 1e-9"
+    start = metrics(train_runs.run(flags, tmp_path / "c"))[0]["val_loss/c"]
+    assert start == pytest.approx(metrics(together)[-1]["val_loss/b"], rel=1e-4)
+
+
+LORA_JOB = dict(name="a", data=["x"], rank=2)
+for words, line in {
+    "line 1: must be a JSON object": [1],
+    "line 1: rank is missing": dict(name="a", data=["x"]),
+    "line 1: no field lora; has .*rank": LORA_JOB | dict(lora=2),
+    "name must be of letters.* not '../a'": LORA_JOB | dict(name="../a"),
+    "data must be a list of paths, not 'x'": LORA_JOB | dict(data="x"),
+    "rank must be an integer above 0, not 0": LORA_JOB | dict(rank=0),
+    "lr must be a number above 0, not nan": LORA_JOB | dict(lr=math.nan),
+    "seed must be an integer from 0": LORA_JOB | dict(seed=-1),
+    "line 2: name a is that of an earlier line": LORA_JOB,
+}.items():
+    text = json.dumps(line) + ("\n" + json.dumps(line) if line == LORA_JOB else "")
+    path = SimpleNamespace(read_text=lambda text=text, **_: text)
+    REFUSED[f"lora jobs: {words}"] = partial(LJ.read_jobs, path), words
+
+
 TRAIN_BAD = {  # flags -> words of the error, separated by "|"
     "--data {folder}/empty.txt": "empty|no text",
     "--data {folder}/binary": "binary|no text",
@@ -26430,6 +26482,11 @@ TRAIN_BAD = {  # flags -> words of the error, separated by "|"
     "--set cp_method=ring": "zigzag",
     "--set lora_merged=1": "--set lora_merged=1",
     "--lora 4": "--init",
+    "--lora-jobs {jobs}": "--lora-jobs|--init",
+    "--init {plain} --lora-jobs {jobs} --batch-size 5": "--batch-size 5|2 jobs",
+    "--init {plain} --lora-jobs {jobs} --lora 4": "--lora-jobs|--lora:",
+    "--init {plain} --lora-jobs {bad}": "--lora-jobs|line 1|data, name, rank",
+    "--resume --out {lora-jobs} --lora-jobs {bad}": "--lora-jobs|jobs.jsonl",
     "--set beta=1": "--task dpo",
     "--task dpo --init {plain} --data {pairs} --batch-size 5": "--batch-size 5",
     "--task grpo --init {plain} --data {prompts} --batch-size 4": "--batch-size 4",
@@ -26484,7 +26541,7 @@ def test_train_refuses_bad_flags_and_files(flags, train_runs, monkeypatch, capsy
     monkeypatch.setitem(sys.modules, "torchft", torchft)
     new = train_runs["folder"] / "new"
     shutil.rmtree(new, ignore_errors=True)
-    base = "" if "--data" in flags else "--data {corpus}"
+    base = "" if re.search("--(data|lora-jobs)", flags) else "--data {corpus}"
     base = "" if "--resume --out" in flags else f"{base} --model {{tiny}} --out {new} --device cpu"
     argv = train_runs.split(f"{base} {flags.removeprefix('WORLD_SIZE=2 ')}")
     files = lambda: {p: p.stat().st_mtime_ns for p in train_runs["folder"].rglob("*")}

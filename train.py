@@ -7,7 +7,8 @@
                                                  parallel ranks; restarted after a failure
     python train.py --out runs/mine --export     the newest checkpoint as a Hugging Face folder
     python train.py --init runs/mine --task sft --data chats.jsonl --out runs/chat
-                                                 then --task dpo or grpo; --lora 8 trains adapters
+                                                 then --task dpo or grpo; --lora 8 trains adapters,
+                                                 --lora-jobs FILE several in one batch
     python train.py --init checkpoints/small --upcycle 8 --out runs/moe
                                                  MoE: each MLP becomes 8 experts, copies of it
     python train.py --init checkpoints/small --task draft-head --out runs/head
@@ -66,6 +67,7 @@ from training.config import FIXED, RESTORED, SAVED_AS, TrainConfig, check_combin
 from training.config import check_experts, parse_args
 from training.dataset import TOKENIZER_FILES, build_dataset
 from training.draft_head import DRAFT_HEAD, build_draft_head, save_draft_head
+from training.lora_jobs import build_job_datasets
 from training.metrics import Metrics, PeakMemory, Throughput, plot, progress_bar, summary
 from training.metrics import summary_writer
 from training.objectives import build_objective
@@ -103,7 +105,7 @@ def restore_settings(config: TrainConfig) -> None:
             f"{config.shown(name)} {getattr(config, name)} differs from the run's "
             f"{run.get(SAVED_AS.get(name, name))}; omit it, or start a new run in another --out"
         )
-    for name in ("init", "memory_checkpoint_dir"):
+    for name in ("init", "lora_jobs", "memory_checkpoint_dir"):
         setattr(config, name, getattr(config, name) and Path(getattr(config, name)))
     check_limits(config)
     check_combinations(config)
@@ -135,7 +137,7 @@ def train(config: TrainConfig) -> None:
     check_experts(config, model_cfg)
     layout = ParallelDims(config, model_cfg, env.world, env.device.type)  # meshes; checks sizes
     prepare_output(config, env)
-    dataset = build_dataset(config, model_cfg, env)
+    dataset = (build_job_datasets if config.lora_jobs else build_dataset)(config, model_cfg, env)
     memory = PeakMemory(env.device)
     if config.task == "draft-head":
         model = build_draft_head(config, model_cfg, env)
@@ -180,7 +182,8 @@ def train(config: TrainConfig) -> None:
                 losses = callbacks.reduce_gradients(losses)
 
             callbacks.phase(step + 1, "update")
-            norm = clip_gradients(model, config.grad_clip, layout, scale)
+            groups = objective.clip_groups(model) if config.lora_jobs else ()
+            norm = clip_gradients(model, config.grad_clip, layout, scale, groups)
             checkpoints.wait_for_staging()  # the last step's weights must be copied first
             skipped = callbacks.vote()
             skipped = skipped or reason_to_skip(

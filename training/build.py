@@ -25,6 +25,7 @@ from quantize import SCHEMES, fp8_matmul, fp8_training_, qat_
 from training.config import TrainConfig
 from training.data import BOS, EOS
 from training.lora import apply_lora_
+from training.lora_jobs import apply_lora_jobs_, job_groups, read_jobs
 from training.offload import OffloadedOptimizer, OptimizerInBackward
 from training.optimizers import ChainedOptimizer, StochasticAdamW, mup_factors, muon_split
 from training.state import saved_run
@@ -61,7 +62,7 @@ def build_model(
 ) -> Transformer:
     """The model to train, this rank's part under `layout`, in --param-dtype: loaded from --init, or
     initialized from --seed. Weights are initialized on the CPU, so one seed gives one model."""
-    new = args.init is None or (args.resume and not args.lora)
+    new = args.init is None or (args.resume and not (args.lora or args.lora_jobs))
     # with FSDP, initialize after sharding; --fp8 and --qat read the weights earlier
     deferred = new and layout.uses_fsdp and not (args.fp8 or args.qat)
     if new:
@@ -76,6 +77,8 @@ def build_model(
         layout.init_weights_(allocate(model, "cpu", torch.float32), args.seed)
     if args.lora:
         apply_lora_(model, args.lora, args.lora_alpha or 2 * args.lora, seed=args.seed)
+    if args.lora_jobs:
+        apply_lora_jobs_(model, read_jobs(args.lora_jobs), args.seed)
     cast_params_(model, args)
     convert_linears_(model, args)
     layout.parallelize_(model, {"bf16": torch.bfloat16}.get(env.dtype))
@@ -138,6 +141,8 @@ def build_optimizer(
             # a fused step needs all its tensors on one mesh
             key = p.dim() >= 2, getattr(p, "device_mesh", None), scale
             groups.setdefault(key, []).append((name, p))
+    if args is not None and args.lora_jobs:
+        return optimizer_factory(args)(job_groups(model, args))
     decay = 0.1 if args is None else args.weight_decay
     settings = [  # weight_decay / scale keeps the decay per step independent of muP's scale
         {"params": named, "weight_decay": decay / scale if decays else 0.0, "scale": scale}

@@ -85,6 +85,10 @@ class TrainConfig(Settings):
         "decoding with the frozen --init", choices=("text", "sft", "dpo", "grpo", "draft-head"))
     lora: int | None = flag(
         None, "train only LoRA adapters of this rank", "positive", metavar="RANK")
+    lora_jobs: Path | None = flag(
+        None, "train several LoRA adapters in one batch, one per line of this JSONL: "
+        '{"name", "data": [PATH], "rank"} and "alpha", "lr", "seed", "adapter" (lora_jobs.py)',
+        metavar="FILE")
     reward: str = flag(
         "exact", "grpo: exact, number, prefix (alignment.py), or FILE.py:FUNCTION")
     lora_alpha: float | None = rare(None, "scale adapters by this / rank (2 x rank)", "positive")
@@ -250,7 +254,7 @@ FIXED = """
     seed batch_size seq_len lr data dtype fp8 qat aux_loss seq_aux_loss router_z_loss diloco
     outer_lr outer_momentum param_dtype optimizer lr_schedule warmup_steps decay_steps min_lr_factor
     weight_decay grad_clip mup_base output_z_loss pack task lora beta lora_alpha kl num_generations
-    reward max_new_tokens init
+    reward max_new_tokens init lora_jobs
 """.split()
 RESTORED = """
     steps micro_batch_size save_every eval_every compile attention experts diloco_rendezvous
@@ -270,7 +274,8 @@ SAVED_AS = {  # keys in checkpoints of fields that once had another name
 # setting, the setting that it needs
 REQUIRES = [
     ("upcycle", "init"), ("upcycle_top_k", "upcycle"),
-    ("task=sft|dpo|grpo|draft-head", "init"), ("task=sft|dpo|grpo", "data"), ("lora", "init"),
+    ("task=sft|dpo|grpo|draft-head", "init"), ("task=dpo|grpo", "data"), ("lora", "init"),
+    ("task=sft", "data lora_jobs"), ("lora_jobs", "init"),
     ("lora_alpha", "lora"), ("lora_merged", "lora"), ("beta", "task=dpo"),
     *((name, "task=grpo") for name in ("kl", "num_generations", "reward", "max_new_tokens")),
     ("decay_steps", "lr_schedule=wsd"), ("mup_base", "optimizer=adamw"),
@@ -295,6 +300,12 @@ EXCLUDES = [
     ("lora", "qat fp8 upcycle", "adapters train on frozen, unchanged matmuls"),
     ("mlp_chunk", "tp pp fp8 qat task=draft-head", "it splits the tokens of each matmul"),
     ("lora", "tp pp cp ep", "every rank needs the whole model"),
+    ("lora_jobs", "lora data workers", "each job has its own"),
+    ("lora_jobs", "task=dpo|grpo|draft-head", "jobs train on text and conversations"),
+    ("lora_jobs", "qat fp8 upcycle", "adapters train on frozen, unchanged matmuls"),
+    ("lora_jobs", "tp pp cp ep zero", "every rank needs the whole model"),
+    ("lora_jobs", "compile optimizer=muon optimizer_in_backward offload diloco replica_groups "
+     "mup_base dry_run output_z_loss", "the layers of each job change from batch to batch"),
     ("task=dpo|grpo", "tp pp cp ep", "every rank needs the whole model"),
     ("task=dpo|grpo", "pack workers loss_chunk output_z_loss", "it has its own rows and loss"),
     ("task=dpo|grpo", "loss_spike_sigma", "its loss may be 0"),
@@ -402,7 +413,7 @@ def check_combinations(config: TrainConfig) -> None:
         raise ValueError(
             f"--warmup-steps and --set decay_steps are {total} steps, more than --steps {c.steps}"
         )
-    task = "lora" if c.lora else c.task
+    task = "lora" if c.lora or c.lora_jobs else c.task
     if "lr" not in c.given and task in TASK_LR and not c.resume:
         c.lr = TASK_LR[task]
 

@@ -113,6 +113,7 @@ class Dataset:
     validation: Tensor | None
     size: int | None  # training tokens; None: not known yet
     fingerprint: Any  # detects changed data on --resume; None: not known yet
+    jobs: Mapping[str, Dataset] | None = None  # of --lora-jobs
 
 
 def build_dataset(args: TrainConfig, config: ModelConfig, env: DistEnv) -> Dataset:

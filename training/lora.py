@@ -40,7 +40,7 @@ import math
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -65,12 +65,14 @@ class LoRALinear(nn.Linear):
     scale: float
     enabled: bool
 
+    def delta(self, x: Tensor) -> Tensor:
+        """scale * (x A^T) B^T"""
+        low = F.linear(x, self.lora_a.to(x.dtype))
+        return self.scale * F.linear(low, self.lora_b.to(low.dtype))
+
     def forward(self, x: Tensor) -> Tensor:
         y = F.linear(x, self.weight, self.bias)
-        if not self.enabled:
-            return y
-        low = F.linear(x, self.lora_a.to(x.dtype))
-        return y + self.scale * F.linear(low, self.lora_b.to(low.dtype))
+        return y + self.delta(x) if self.enabled else y
 
 
 def _linears(model: nn.Module, kind: type = nn.Linear) -> dict[str, Any]:
@@ -103,12 +105,12 @@ def _adapt(model: nn.Module, names: Sequence[str], rank: int, alpha: float, seed
         _check(users[old.weight] == 1, shared)
     model.requires_grad_(False)
     for name in names:
-        lora = _make_lora_linear(model.get_submodule(name), name, rank, alpha / rank, seed)
+        lora = make_lora_linear(model.get_submodule(name), name, rank, alpha / rank, seed)
         model.set_submodule(name, lora)
     return model
 
 
-def _make_lora_linear(old: nn.Linear, name: str, rank: int, scale: float, seed: int) -> LoRALinear:
+def make_lora_linear(old: nn.Linear, name: str, rank: int, scale: float, seed: int) -> LoRALinear:
     """A LoRALinear in place of `old`. A is uniform in +-1 / sqrt(C), as in PEFT and the paper's
     code."""
     with torch.device("meta"):
@@ -205,8 +207,22 @@ def load_adapters_(
     model: nn.Module, folder: str | os.PathLike, rename: Callable[[str], str] = str
 ) -> nn.Module:
     """Add the adapters of a folder, written by save_adapters or PEFT, in place, to a model without
-    adapters. rename: see save_adapters. ValueError names the file and the unsupported field or the
-    tensor that does not match the model."""
+    adapters. rename: see save_adapters. ValueError: see read_adapters."""
+    rank, alpha, tensors = read_adapters(_linears(model), folder, rename)
+    _adapt(model, list(tensors), rank, alpha, seed=0)
+    with torch.no_grad():
+        for name, (a, b) in tensors.items():
+            module = model.get_submodule(name)
+            module.lora_a.copy_(a)
+            module.lora_b.copy_(b)
+    return model
+
+
+def read_adapters(
+    linears: Mapping[str, nn.Linear], folder: str | os.PathLike, rename: Callable[[str], str] = str
+) -> tuple[int, float, dict[str, tuple[Tensor, Tensor]]]:
+    """(rank, alpha, {name: (A, B)}) of a folder, for some of the linear layers of a model.
+    ValueError names the file and the unsupported field or the tensor that does not match."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -216,7 +232,7 @@ def load_adapters_(
         tensors = load_file(folder / WEIGHTS)
     except (OSError, SafetensorError) as e:
         raise ValueError(f"{folder / WEIGHTS}: cannot be read ({e}); save it again") from None
-    linears, wanted = _linears(model), {}
+    wanted = {}
     for name in linears:
         keys = [f"{PREFIX}{rename(name)}.lora_{x}.weight" for x in "AB"]
         if any(key in tensors for key in keys):
@@ -229,13 +245,7 @@ def load_adapters_(
         for key, shape in zip(keys, shapes):
             found = tuple(tensors[key].shape)
             _check(found == shape, f"{folder / WEIGHTS}: {key} has shape {found}, not {shape}")
-    _adapt(model, list(wanted), rank, alpha, seed=0)
-    with torch.no_grad():
-        for name, (a, b) in wanted.items():
-            module = model.get_submodule(name)
-            module.lora_a.copy_(tensors[a])
-            module.lora_b.copy_(tensors[b])
-    return model
+    return rank, alpha, {name: (tensors[a], tensors[b]) for name, (a, b) in wanted.items()}
 
 
 def _read_config(path: Path) -> tuple[int, float]:

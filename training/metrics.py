@@ -289,7 +289,7 @@ class Throughput:
         with torch.device("meta"):
             model = Transformer(config)
         # LoRA and draft heads: no gradient of the frozen weights
-        flops_per_weight = 4 if args.lora or args.task == "draft-head" else 6
+        flops_per_weight = 4 if args.lora or args.lora_jobs or args.task == "draft-head" else 6
         self.flops = flops_per_token(model, args.seq_len, flops_per_weight)
         self.peak = peak_flops(env.device, args.dtype, env.world)
 

@@ -18,6 +18,7 @@ from training.config import TrainConfig
 from training.data import preference_rows, read_preferences, read_prompts
 from training.dataset import Dataset, load_chat, train_val_split
 from training.draft_head import DraftHeadObjective
+from training.lora_jobs import LoRAJobs
 from training.step import NextToken, Objective
 from training.tuning import DPO, GRPO, Task, make_engine
 
@@ -30,6 +31,8 @@ def build_objective(
     """The objective of config.task."""
     if config.task == "draft-head":
         return DraftHeadObjective(config, dataset, env)
+    if config.lora_jobs:
+        return LoRAJobs.build(config, model, dataset.jobs, env, layout)
     if config.task in ON_ROWS:
         parts, part = config.batch_share
         batch_size = config.batch_size // parts

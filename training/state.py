@@ -36,6 +36,7 @@ from training.checkpoint import (
 )
 from training.config import TrainConfig
 from training.lora import adapter_parameters, apply_lora_, merge_, save_adapters
+from training.lora_jobs import LoRAJob, apply_lora_jobs_, save_jobs
 from training.optimizers import LossScaler, muon_split
 from training.recovery import Guard
 
@@ -205,6 +206,14 @@ def export(out: Path, to: Path, merged: bool = False, verify: bool = False) -> N
     config, run = ModelConfig.from_hf(about["config"]), about["run"]
     with torch.device("meta"):
         bf16_model = Transformer(config)
+    if run.get("lora_jobs"):
+        model = load_checkpoint(Path(run["init"]), "cpu", torch.float32)
+        jobs = [LoRAJob(**found["job"]) for found in about["text"]]
+        apply_lora_jobs_(model, jobs)
+        names = [name for name, p in model.named_parameters() if p.requires_grad]
+        model.load_state_dict(read_weights(path, names), strict=False)
+        save_jobs(model, jobs, to, run["init"])
+        return
     if run.get("lora"):
         model = load_checkpoint(Path(run["init"]), "cpu", torch.float32)
         apply_lora_(model, run["lora"], run["lora_alpha"] or 2 * run["lora"])

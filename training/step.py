@@ -329,12 +329,15 @@ def clip_gradients(
     max_norm: float = 1.0,
     layout: ParallelDims = SINGLE_PROCESS,
     scale: float = 1.0,
+    groups: Sequence[Sequence[Tensor]] = (),
 ) -> float:
-    """Divide the gradient by `scale` and clip its norm over all parameters to `max_norm` (0: do
-    not); returns the unclipped norm."""
+    """Divide the gradient by `scale` and clip its norm to `max_norm` (0: do not): that of all
+    parameters, or of each group of whole parameters. Returns the largest unclipped norm."""
     if scale != 1.0:
         layout.scale_gradients(model, 1 / scale)
-    return layout.clip(model, max_norm or math.inf).item()
+    norms = [torch.nn.utils.clip_grad_norm_(group, max_norm or math.inf) for group in groups]
+    norms = norms or [layout.clip(model, max_norm or math.inf)]
+    return torch.stack(norms).max().item()
 
 
 @torch.no_grad()
