@@ -1705,6 +1705,8 @@ class Engine:
         self.pending_outputs: deque[tuple[Sequence, int, int, Tensor | None, float]] = deque()
         self.updated_outputs: dict[Any, Output] = {}  # for the caller of step
         self.n_arrivals = 0
+        # called in each step with what the requests leave of its budget of tokens
+        self.background: Callable[[int], Any] | None = None
         self.counts = Counter(steps=0, tokens_run=0, tokens_new=0, proposed=0, accepted=0)
 
     @property
@@ -1825,8 +1827,12 @@ class Engine:
         sampler, drafter or policy raises, or the step is interrupted, no request is lost: the next
         step resumes."""
         self._deliver()
+        before = self.counts["tokens_run"]
         if self.outputs:
             self._step()
+        if self.background is not None:
+            ran = self.counts["tokens_run"] - before
+            self.background(self.scheduler.max_num_batched_tokens - ran)
         updated_outputs, self.updated_outputs = self.updated_outputs, {}
         return list(updated_outputs.values())
 

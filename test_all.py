@@ -14,7 +14,8 @@ their own. All models are tiny random ones or the shipped checkpoints.
     serving traces policies replica simulate pools row_order length_batching   serving/
     colocation time_sharing variants server unacked cluster page               serving/
     calibrate sparse gemm gguf                               quantization/
-    data optimizers offload recompute chunked_loss lora alignment tuning       training/
+    data optimizers offload recompute chunked_loss lora token_windows          training/
+    alignment tuning                                                           training/
     cp ep async_tp zero pipeline schedules planner           parallelism/
     generate train draft_head attention_in                   the programs
     layout dry_run diloco quantized_collectives train_scale  composition: many devices, many flags
@@ -183,6 +184,8 @@ from serving import simulate as SIM
 from parallelism import parallel_dims as L
 from training import lora as LO
 from training import lora_jobs as LJ
+from training import token_windows as TW
+from serving import finetune
 from training import metrics as MT
 import model as M
 from training import offload as OF
@@ -9533,7 +9536,7 @@ ALONE_SLOW = [
     ("moe", "", "interpreted", r"\A.*\n\Z"),
     ("chunked_loss recompute", "", "installed", ""),
     # the tables of these take minutes
-    ("alignment data lora offload optimizers", "check()", "installed", ""),
+    ("alignment data lora offload optimizers token_windows", "check()", "installed", ""),
     ("gemm sparse", "check('cpu')", "missing interpreted", ""),
     ("attention", "", "installed interpreted", ERROR_AND_TIMES),
     ("paged_kv", "", " ".join(TRITON_MODES), r"KIND( kernel)? == the reference[\s\S]*gather all"),
@@ -19488,6 +19491,124 @@ def test_lora_a_failed_write_leaves_the_old_files(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         LO.save_adapters(lora_adapted(2, seed=9), tmp_path, base="y")
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+
+
+# --------------------------------------------------------------------------------------------------
+# token_windows.py, and serving/finetune.py, which runs it in the steps of an Engine
+# --------------------------------------------------------------------------------------------------
+
+WINDOWED = {  # models, all of whose parameters are trained
+    "grouped": {},
+    "window": dict(n_layers=3, windows=(5, None, 5)),
+    "latent": None,
+    "experts": dict(moe_layers=(1,), n_experts=4, n_experts_per_token=2, expert_ffn_dim=8),
+}
+
+
+def windowed_model(name: str) -> M.Transformer:
+    changes = WINDOWED[name]
+    config = latent() if changes is None else tiny(**changes)
+    return random_model(config, 3).double().requires_grad_()
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_token_windows_gradients_equal_the_whole(name):
+    """Whatever the sizes of the windows, the loss and every gradient are those of one backward pass
+    through the whole sequence (1e-6: in fp64, but norms are computed in fp32)."""
+    model, rng = windowed_model(name), random.Random(name)
+    row = torch.tensor([rng.randrange(model.config.vocab_size) for _ in range(24)])
+    logits = model(row[None, :-1], torch.arange(23))[0]
+    want = F.cross_entropy(logits, row[1:], reduction="sum")
+    grads = torch.autograd.grad(want, [*model.parameters()], allow_unused=True)
+    loss = lambda x, at: F.cross_entropy(x[0], row[1:][at], reduction="sum")
+    for sizes in ([23], [1] * 23, [*islice(iter(lambda: rng.randint(1, 9), 0), 23)]):
+        run = TW.TokenWindows(model, loss, row[:-1], finetune.attention)
+        model.zero_grad()
+        done = []
+        while run.next_tokens:
+            run.step(sizes[len(done)]) if run.is_forward else run.step(1)
+            done.append(run.n_forward)
+        assert len(done) == 2 * len({*done}) and run.total == pytest.approx(want.item(), rel=1e-6)
+        for (n, p), grad in zip(model.named_parameters(), grads, strict=True):
+            assert p.grad is grad is None or relative(p.grad, grad) < 1e-6, n
+
+
+def finetune_job(out: Path, **changes) -> finetune.FinetuneJob:
+    sizes = dict(rank=3, lr=1e-2, steps=3, batch_size=2, seq_len=24, window=7)
+    return finetune.FinetuneJob(["x"], str(out), **sizes | changes)
+
+
+def test_finetune_beside_requests_equals_alone(tmp_path):
+    """In the steps of an Engine whose requests come and go, the adapter is that of whole sequences
+    (1e-5), every step is within its budget of tokens, and the requests' tokens are the same."""
+    model, rng = random_model(tiny(), 1).double(), random.Random(0)
+    text = torch.tensor([rng.randrange(model.config.vocab_size) for _ in range(500)])
+    prompts = [rng.choices(range(9, 60), k=rng.randint(1, 30)) for _ in range(14)]
+    alone = finetune.FineTuner(model, finetune_job(tmp_path / "alone", window=24), text)
+    while not alone.finished:
+        alone(24)
+    want = P.Engine(model, num_blocks=60, block_size=4).generate(prompts, greedy(8))
+    engine = P.Engine(model, num_blocks=60, block_size=4, max_num_batched_tokens=16)
+    tuner = finetune.FineTuner(model, finetune_job(tmp_path / "beside"), text)
+    used = []
+
+    def background(budget: int) -> None:
+        used.append((16 - budget, tuner(budget)))
+
+    engine.background, waiting, got = background, list(prompts), {}
+    while waiting or engine.unfinished or not tuner.finished:
+        for prompt in waiting[: rng.choice((0, 0, 1, 3))]:
+            engine.add(prompt, greedy(8), id=len(prompts) - len(waiting))
+            waiting.pop(0)
+        got |= {o.id: o.token_ids for o in engine.step() if o.finished}
+    assert [got[i] for i in range(len(prompts))] == [o.token_ids for o in want]
+    assert max(a + b for a, b in used) <= 16 and sum(b for _, b in used) == 3 * 2 * 24 * 2
+    assert sum(a > 0 and b > 0 for a, b in used) > 5  # steps that had both
+    assert tuner.losses == pytest.approx(alone.losses, rel=1e-5) and tuner.losses[2] < tuner.losses[0]
+    for name in (LO.WEIGHTS, LO.CONFIG):
+        a, b = (tmp_path / x / name for x in ("alone", "beside"))
+        if name == LO.CONFIG:
+            assert a.read_text() == b.read_text()
+            continue
+        a, b = load_file(a), load_file(b)
+        assert a.keys() == b.keys() and max(relative(b[key], a[key]) for key in a) < 1e-5
+
+
+def test_finetune_flag_trains_and_serves_on(tmp_path):
+    """generate.py --batch --finetune: the results are those without it, the adapter loads, and a
+    job that fails in the middle ends alone."""
+    job = dict(data=[f"{REPO}/train.py"], out=str(tmp_path / "out"), rank=2, steps=2)
+    job |= dict(batch_size=1, seq_len=64)
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    requests = [{"prompt": "def f(", "max_new_tokens": 9}, {"prompt": "class", "max_new_tokens": 9}]
+    results = []
+    for name, more in (("plain", ()), ("tuned", ("--finetune", tmp_path / "job.json"))):
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("\n".join(map(json.dumps, requests)))
+        done = run_generate("--batch", file, *more)
+        assert done.code == 0, done.err
+        results.append([*map(json.loads, file.with_suffix(".results.jsonl").open())])
+    assert results[0] == results[1] and "2 of 2 steps" in done.err
+    adapted = run_generate("def f(", "--adapter", tmp_path / "out", "--max-new-tokens", 2)
+    assert adapted.code == 0, adapted.err
+
+
+def finetune_refused(job: dict):
+    path = SimpleNamespace(read_text=lambda **_: json.dumps(job))
+    job = finetune.FinetuneJob.read(path)
+    finetune.FineTuner(random_model(tiny(), 1), job, torch.arange(40) % 9)
+
+
+FINETUNE_JOB = dict(data=["x"], out="y")
+for words, values in {
+    "must be an object with data, out": dict(data=["x"]),
+    "must be an object .* of data, out, rank": FINETUNE_JOB | dict(ranks=2),
+    "data must be a list.* above 0, not 'x'": FINETUNE_JOB | dict(data="x"),
+    "rank must be a int above 0, not 0": FINETUNE_JOB | dict(rank=0),
+    "lr must be a float above 0, not nan": FINETUNE_JOB | dict(lr=math.nan),
+    "40 tokens of data are too few for seq_len 64": FINETUNE_JOB | dict(seq_len=64),
+}.items():
+    REFUSED[f"finetune: {words}"] = partial(finetune_refused, values), words
 
 
 # --------------------------------------------------------------------------------------------------

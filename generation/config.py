@@ -220,6 +220,11 @@ class GenerateConfig(Settings):
         True, "admit requests as soon as others end; false: once all have ended, for comparison")
     kv_swap: bool = rare(False, "swap preempted KV to host memory instead of recomputing it")
 
+    finetune: Path | None = flag(
+        None, "with --serve or --batch: train LoRA adapters on the tokens that requests leave of "
+        'each step; FILE is {"data": [PATH, ...], "out": DIR, ...} (serving/finetune.py)',
+        metavar="FILE")
+
     grammar: str | None = None  # the pattern of regex or json_schema
     sampling_params: SamplingParams | None = None
     mesh: Any = None  # parallel.Mesh, set by process_group
@@ -263,6 +268,7 @@ REQUIRES = [
         "disaggregate")), ("slo", "disaggregate"),
     *((name, "serve") for name in (
         "api_key", "drain_timeout", "max_queue", "request_timeout", "cors_origin")),
+    ("finetune", "batch serve"),
     ("expert_load", "ep"), ("num_redundant_experts", "ep"),
     ("expert_spread", "num_redundant_experts"), ("shard_batch", "tp"),
     ("ffn_2d", "tp"), ("fixed_max", "attention=flash"),
@@ -300,6 +306,7 @@ EXCLUDES = [
     ("policy=longest-prefix", "prefix_cache=False", "no prompt is cached"),
     ("reorder", "prefix_cache=False", "no prompt is cached"),
     ("adapter", "quantize save quantize_report dummy ep tp pp", "it is merged into 16-bit weights"),
+    ("finetune", "dummy quantize offload tp pp ep compile", "it trains on 16-bit weights in place"),
     ("prompt_tokens", "prompt chat", "the prompt is random"),
     ("regex", "json_schema", "a text has one grammar"),
     *((name, "compile pp ep shard_batch", "it masks on the host and drafts forced tokens")

@@ -226,11 +226,12 @@ class AsyncEngine:
 
     def _step(self) -> None:
         with self.wake:
-            self.wake.wait_for(lambda: self.commands or self.streams)
+            idle = lambda: not (self.commands or self.streams or self.engine.background)
+            self.wake.wait_for(lambda: not idle())
         try:
             while self.commands:
                 self.commands.popleft()()
-            if self.streams and not self.closed:
+            if (self.streams or self.engine.background) and not self.closed:
                 self._report(self.engine.step())
         except Exception as e:
             traceback.print_exc()

@@ -20,6 +20,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from generation.bench import device_name
@@ -97,9 +98,14 @@ def enable_speculative_decoding(args: GenerateConfig, engine: Any, tokenizer: To
 def build_service(args: GenerateConfig) -> serving_batch.Service:
     """The Engine of --batch and --serve, with its tokenizer."""
     device = run_on_all_or_raise(partial(pick_device, args.device))
-    model, tokenizer = run_on_all_or_raise(partial(load, args, device))
-    eos = () if args.dummy else eos_ids(args.checkpoint, model.config.eos_ids)
-    service = serving_batch.Service(model, tokenizer, eos, **engine_options(args, model))
+    with torch.inference_mode(args.finetune is None):  # such weights cannot be used in autograd
+        model, tokenizer = run_on_all_or_raise(partial(load, args, device))
+        eos = () if args.dummy else eos_ids(args.checkpoint, model.config.eos_ids)
+        service = serving_batch.Service(model, tokenizer, eos, **engine_options(args, model))
+        if args.finetune is not None:
+            from serving import finetune  # here: its imports take a second
+
+            finetune.start(args.finetune, service)
     enable_speculative_decoding(args, service.engine, tokenizer)
     return service
 
@@ -128,6 +134,8 @@ def batch(args: GenerateConfig) -> None:
     is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
     try:
         line = serving_batch.run_batch(service, requests, out if is_rank0 else Path(os.devnull))
+        while service.engine.background is not None:
+            service.engine.step()
     except KeyboardInterrupt:
         print(
             f"interrupted; finished results are in {out}; to resume, run it again", file=sys.stderr
