@@ -19508,7 +19508,7 @@ WINDOWED = {  # models, all of whose parameters are trained
 def windowed_model(name: str) -> M.Transformer:
     changes = WINDOWED[name]
     config = latent() if changes is None else tiny(**changes)
-    return random_model(config, 3).double().requires_grad_()
+    return absorb(random_model(config, 3).double().requires_grad_(), 0)
 
 
 @pytest.mark.parametrize("name", WINDOWED)
@@ -19574,9 +19574,9 @@ def test_finetune_beside_requests_equals_alone(tmp_path):
         assert a.keys() == b.keys() and max(relative(b[key], a[key]) for key in a) < 1e-5
 
 
-def test_finetune_flag_trains_and_serves_on(tmp_path):
-    """generate.py --batch --finetune: the results are those without it, the adapter loads, and a
-    job that fails in the middle ends alone."""
+def test_finetune_flag_trains_while_it_serves(tmp_path, monkeypatch):
+    """generate.py --batch --finetune: the results are those without it, and the adapter loads, also
+    that of a job that was interrupted."""
     job = dict(data=[f"{REPO}/train.py"], out=str(tmp_path / "out"), rank=2, steps=2)
     job |= dict(batch_size=1, seq_len=64)
     (tmp_path / "job.json").write_text(json.dumps(job))
@@ -19589,6 +19589,10 @@ def test_finetune_flag_trains_and_serves_on(tmp_path):
         assert done.code == 0, done.err
         results.append([*map(json.loads, file.with_suffix(".results.jsonl").open())])
     assert results[0] == results[1] and "2 of 2 steps" in done.err
+    (tmp_path / "job.json").write_text(json.dumps(job | dict(steps=10**6)))
+    monkeypatch.setattr(V, "run_batch", MagicMock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        SRUN.batch(G.parse_args([f"--batch={file}", f"--finetune={tmp_path / 'job.json'}"]))
     adapted = run_generate("def f(", "--adapter", tmp_path / "out", "--max-new-tokens", 2)
     assert adapted.code == 0, adapted.err
 

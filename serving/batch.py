@@ -298,6 +298,7 @@ class Service:
         """kwargs: arguments of build_engine."""
         self.tokenizer, self.eos = tokenizer, eos
         self.ttft, self.itl = deque(maxlen=100_000), deque(maxlen=100_000)  # seconds
+        self.tuner: Any = None  # of --finetune (serving/finetune.py)
         self.engine = build_engine(model, eos, output_callback=self._new_continuation, **kwargs)
 
     def add(self, request: Request, prompt_logprobs: int | None = None) -> None:

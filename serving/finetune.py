@@ -97,6 +97,9 @@ def with_adapters(model: Transformer, job: FinetuneJob) -> Transformer:
     with torch.device("meta"):
         twin = Transformer(model.config)
     twin.load_state_dict(model.state_dict(keep_vars=True), assign=True)
+    for module in twin.modules():
+        if hasattr(module, "absorb_up_to"):
+            module.absorb_up_to = 0  # one form of MLA for windows of all sizes
     return apply_lora_(twin, job.rank, job.alpha or 2 * job.rank, seed=job.seed)
 
 

@@ -105,7 +105,7 @@ def build_service(args: GenerateConfig) -> serving_batch.Service:
         if args.finetune is not None:
             from serving import finetune  # here: its imports take a second
 
-            finetune.start(args.finetune, service)
+            service.tuner = finetune.start(args.finetune, service)
     enable_speculative_decoding(args, service.engine, tokenizer)
     return service
 
@@ -133,9 +133,11 @@ def batch(args: GenerateConfig) -> None:
     )  # fmt: skip
     is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
     try:
-        line = serving_batch.run_batch(service, requests, out if is_rank0 else Path(os.devnull))
-        while service.engine.background is not None:
-            service.engine.step()
+        with saved_adapters(service):
+            results = out if is_rank0 else Path(os.devnull)
+            line = serving_batch.run_batch(service, requests, results)
+            while service.engine.background is not None:
+                service.engine.step()
     except KeyboardInterrupt:
         print(
             f"interrupted; finished results are in {out}; to resume, run it again", file=sys.stderr
@@ -257,7 +259,18 @@ def serve(args: GenerateConfig) -> None:
     model = served_model(args, service.tokenizer, capacity, V)
     make_engine = partial(server.AsyncEngine, service)
     device = device_name(service.engine.model.embed.weight.device)
-    serve_engine(args, make_engine, model, listener, device)
+    with saved_adapters(service):
+        serve_engine(args, make_engine, model, listener, device)
+
+
+@contextmanager
+def saved_adapters(service: serving_batch.Service) -> Iterator[None]:
+    """Save the adapters of --finetune also if it is stopped before its last step."""
+    try:
+        yield
+    finally:
+        if service.tuner is not None and not service.tuner.finished:
+            service.tuner.save()
 
 
 def serve_engine(
