@@ -185,6 +185,7 @@ from parallelism import parallel_dims as L
 from training import lora as LO
 from training import lora_jobs as LJ
 from training import token_windows as TW
+from training import trials as TRIALS
 from serving import finetune
 from training import metrics as MT
 import model as M
@@ -26569,6 +26570,53 @@ for words, line in {
     text = json.dumps(line) + ("\n" + json.dumps(line) if line == LORA_JOB else "")
     path = SimpleNamespace(read_text=lambda text=text, **_: text)
     REFUSED[f"lora jobs: {words}"] = partial(LJ.read_jobs, path), words
+
+
+def test_train_trials_equal_separate_runs(train_runs, tmp_path, capsys):
+    """python -m training.trials: the losses of each trial, all trained in one vmap, are those of
+    train.py with its --lr; at another width, with muP, too. The best is marked and printed."""
+    flags = f"{TRAIN_BASE} --data {train_runs['corpus']} --grad-clip 0.1".split()
+    config = json.loads(Path(train_runs["tiny"]).read_text()) | dict(tie_word_embeddings=False)
+    for width in (1, 2):
+        sizes = ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+        wide = config | {name: width * config[name] for name in sizes}
+        (tmp_path / f"{width}.json").write_text(json.dumps(wide))
+    dims = [width * config["hidden_size"] for width in (1, 2)]
+    lrs, model = (3e-3, 3e-2), ["--model", str(tmp_path / "1.json")]
+    args = TRIALS.parse_args([*flags, *model])
+    args.out = tmp_path / "trials"
+    args.out.mkdir()
+    found = TRIALS.run(args, lrs, dims)
+    for width, (i, lr) in product((1, 2), enumerate(lrs)):
+        out, model = tmp_path / f"{width}.{i}", tmp_path / f"{width}.json"
+        argv = [*flags, "--model", model, "--lr", lr, "--set", f"mup_base={dims[0]}", "--out", out]
+        assert train_main(*argv) == 0
+        got = [row[i] for row in found[dims[width - 1]]]
+        want = [row["loss"] for row in metrics(out)]
+        assert got == pytest.approx(want, rel=1e-4), (width, lr)
+    assert TRIALS.main([*flags, "--model", str(tmp_path / "1.json"), "--lrs", "3e-3,3e-2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    best = "0.03" if found[dims[0]][-1][1] < found[dims[0]][-1][0] else "0.003"
+    assert lines[1].count("*") == 1 and lines[-1].startswith(f"python train.py --lr {best} --batch")
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    {
+        "--lrs 1e-3 --widths 33": "--widths 33|dim 33",
+        "--lrs 1e-3 --model small-moe": "--model|MoE",
+        "--lrs 1e-3 --lr-schedule": "--lr-schedule",
+        "--lrs 1e-3,nan": "--lrs",
+    }.items(),
+)
+def test_train_trials_refuse(flags, words, capsys):
+    """One line names the flag."""
+    try:
+        assert TRIALS.main(flags.split()) == 2
+    except SystemExit as e:  # argparse prints the usage first
+        assert e.code == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert all(word in error for word in words.split("|")), error
 
 
 TRAIN_BAD = {  # flags -> words of the error, separated by "|"
