@@ -19539,15 +19539,20 @@ def finetune_job(out: Path, **changes) -> finetune.FinetuneJob:
     return finetune.FinetuneJob(["x"], str(out), **sizes | changes)
 
 
-def test_finetune_beside_requests_equals_alone(tmp_path):
+@pytest.mark.parametrize("config", [tiny(), latent()], ids=["grouped", "latent"])
+def test_finetune_beside_requests_equals_alone(config, tmp_path):
     """In the steps of an Engine whose requests come and go, the adapter is that of whole sequences
-    (1e-5), every step is within its budget of tokens, and the requests' tokens are the same."""
-    model, rng = random_model(tiny(), 1).double(), random.Random(0)
+    (1e-5), every step is within its budget of tokens, and the requests' tokens are the same. The
+    first loss is the base model's."""
+    model, rng = random_model(config, 1).double(), random.Random(0)
     text = torch.tensor([rng.randrange(model.config.vocab_size) for _ in range(500)])
     prompts = [rng.choices(range(9, 60), k=rng.randint(1, 30)) for _ in range(14)]
     alone = finetune.FineTuner(model, finetune_job(tmp_path / "alone", window=24), text)
     while not alone.finished:
         alone(24)
+    rows = DA.get_batch(text, 0, 0, range(2), 2, 24)
+    logits = model(rows[:, :-1], torch.arange(24)).flatten(0, 1)
+    assert alone.losses[0] == pytest.approx(F.cross_entropy(logits, rows[:, 1:].flatten()).item())
     want = P.Engine(model, num_blocks=60, block_size=4).generate(prompts, greedy(8))
     engine = P.Engine(model, num_blocks=60, block_size=4, max_num_batched_tokens=16)
     tuner = finetune.FineTuner(model, finetune_job(tmp_path / "beside"), text)
