@@ -183,6 +183,7 @@ class Output:
     timestamps: list[float] = field(default_factory=list)  # first step, then sample 0's tokens
     num_prompt_logprobs: int | None = None  # most likely tokens in each entry of the next field
     prompt_logprobs: list[tuple[float, list[int], list[float]]] = field(default_factory=list)
+    prompt_logprobs_from: int = 1  # the prompt token that the first entry is of
 
     @property
     def finished(self) -> bool:
@@ -654,7 +655,7 @@ class Scheduler:
     def cached_prefix(self, seq: Sequence) -> list[int]:
         """The blocks of the prefix tree with a sequence's first tokens, as many as it can share."""
         blocks, node = [], 0
-        for at in range(0, len(seq.tokens) if self._shares_prefix(seq) else 0, self.block_size):
+        for at in range(0, self._num_shareable_blocks(seq) * self.block_size, self.block_size):
             block = self.allocator.find(node, tuple(seq.tokens[at : at + self.block_size]))
             if block is None:
                 break
@@ -665,19 +666,23 @@ class Scheduler:
     def _match_prefix(self, seq: Sequence) -> None:
         """Share the blocks of its next tokens that are in the prefix tree. Those computed in this
         same step count too: every layer writes all keys before it reads any."""
-        if not self._shares_prefix(seq):
-            return
+        n = self._num_shareable_blocks(seq)
         while seq.num_computed_tokens == seq.num_cached_blocks * self.block_size:
+            if seq.num_cached_blocks >= n:
+                return
             block = self.allocator.find(seq.prefix_node, self._next_block_tokens(seq))
             if block is None:
                 return
             self._use_cached_block(seq, block)
             seq.num_computed_tokens = min(seq.num_written_tokens, len(seq.tokens) - 1)
 
-    def _shares_prefix(self, seq: Sequence) -> bool:
-        """Not with log-probabilities of the prompt, all tokens of which are run for them."""
-        alone = seq.request is not None and seq.request.num_prompt_logprobs is not None
-        return self.allocator.prefix_cache and not alone
+    def _num_shareable_blocks(self, seq: Sequence) -> int:
+        """Its first blocks that may be read from the prefix tree: before the tokens that are run
+        for log-probabilities of the prompt."""
+        n = len(seq.tokens) * self.allocator.prefix_cache
+        if seq.request is not None and seq.request.num_prompt_logprobs is not None:
+            n = min(n, seq.request.prompt_logprobs_from - 1)
+        return n // self.block_size
 
     def register(self, seq: Sequence, plan: Plan, n: int = 0) -> None:
         """Add to the prefix tree the blocks that are full once n more tokens are run. If a block of
@@ -1729,11 +1734,12 @@ class Engine:
         priority: int = 0,
         client: str = "",
         prompt_logprobs: int | None = None,
+        prompt_logprobs_from: int = 1,
     ) -> Any:
         """Queue a request; returns its id. client: who sent it, for policies that are fair to each.
-        prompt_logprobs: also return the log-probability of each prompt token but the first, and of
-        the K most likely ones in its place; the prompt is then not read from the prefix cache.
-        ValueError says why it cannot be served."""
+        prompt_logprobs: also return the log-probability of each prompt token from number
+        prompt_logprobs_from (not 0) on, and of the K most likely ones in its place; only the tokens
+        before are then read from the prefix cache. ValueError says why it cannot be served."""
         ok = isinstance(prompt_ids, Iterable)
         _check(ok, f"prompt_ids must be a list of token ids, not {prompt_ids!r}")
         prompt = list(prompt_ids)
@@ -1747,7 +1753,13 @@ class Engine:
         k, V = prompt_logprobs, self.model.config.vocab_size
         ok = k is None or (_is_int(k) and 0 <= k <= V)
         _check(ok, f"prompt_logprobs must be from 0 to {V}, not {k!r}")
-        output = Output(id, prompt, samples, arrival_time=self.clock(), num_prompt_logprobs=k)
+        first, most = prompt_logprobs_from, len(prompt)
+        ok = _is_int(first) and 1 <= first <= most
+        _check(ok, f"prompt_logprobs_from must be from 1 to {most}, not {first!r}")
+        output = Output(
+            id, prompt, samples, arrival_time=self.clock(), num_prompt_logprobs=k,
+            prompt_logprobs_from=first,
+        )  # fmt: skip
         seq = Sequence(
             list(prompt), len(prompt), params, output, priority=priority, client=client,
             arrival=self.n_arrivals, n_unforked=params.n,
@@ -2043,13 +2055,13 @@ class Engine:
         """Append the log-probabilities of the prompt tokens that follow the tokens just run, whose
         hidden states are (n, C). After a preemption, those that were appended before are not."""
         output, first = seq.request, seq.num_computed_tokens - len(hidden)
-        known = len(output.prompt_logprobs)
-        rows = hidden[max(0, known - first) : max(0, seq.n_prompt - 1 - first)]
+        at = output.prompt_logprobs_from + len(output.prompt_logprobs)  # the next token to score
+        rows = hidden[max(0, at - 1 - first) : max(0, seq.n_prompt - 1 - first)]
         for part in rows.split(64) if len(rows) else ():
             logp = self.model.head(part).float().log_softmax(-1).cpu()
             best = logp.topk(output.num_prompt_logprobs)
             for row, ids, values in zip(logp, best.indices.tolist(), best.values.tolist()):
-                token = output.prompt_ids[1 + len(output.prompt_logprobs)]
+                token, at = output.prompt_ids[at], at + 1
                 output.prompt_logprobs.append((float(row[token]), ids, values))
 
     def _append(self, seq: Sequence, token: int, logp: Tensor | None, now: float) -> None:

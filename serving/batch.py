@@ -301,13 +301,16 @@ class Service:
         self.tuner: Any = None  # of --finetune (serving/finetune.py)
         self.engine = build_engine(model, eos, output_callback=self._new_continuation, **kwargs)
 
-    def add(self, request: Request, prompt_logprobs: int | None = None) -> None:
+    def add(
+        self, request: Request, prompt_logprobs: int | None = None, prompt_logprobs_from: int = 1
+    ) -> None:
         """Queue a request. prompt_logprobs: see Engine.add. ValueError if it is invalid; the engine
         is then unchanged."""
         self.compile_grammar(request)
         ids, params = request.ids, request.params
         more = dict(priority=request.priority, client=request.client)
-        self.engine.add(ids, params, id=request, prompt_logprobs=prompt_logprobs, **more)
+        more |= dict(prompt_logprobs=prompt_logprobs, prompt_logprobs_from=prompt_logprobs_from)
+        self.engine.add(ids, params, id=request, **more)
 
     def compile_grammar(self, request: Request) -> None:
         """Replace a pattern in params.grammar by its Grammar. ValueError if that is invalid. Does
