@@ -11,6 +11,7 @@
     python generate.py --json-schema FILE                    JSON that is valid under the schema
     python generate.py --batch requests.jsonl                many requests, continuous batching
     python generate.py --bench-serving 200 --request-rate 10 throughput and latency under load
+    python generate.py --program FILE.py                     calls whose outputs fill other prompts
     python generate.py --offload cpu ...                     layers in host memory, or in files
     torchrun --nproc-per-node 4 generate.py --tp 4 ...       tensor parallelism over 4 ranks
     torchrun --nproc-per-node 4 -- generate.py --pp 4 --n 8  pipeline parallelism over 4 ranks
@@ -558,11 +559,11 @@ def decode_speed(args: GenerateConfig, model: Transformer, batch: int) -> float:
 
 
 def run_engine(args: GenerateConfig) -> None:
-    """--batch, --bench-serving or --serve: the continuous-batching engine."""
+    """--batch, --bench-serving, --serve or --program: the continuous-batching engine."""
     from serving import run  # here: tqdm and the Engine take 0.1 s
 
-    mode = run.batch if args.batch else run.serve if args.serve else run.bench_serving
-    mode(args)
+    flags = (args.batch, run.batch), (args.serve, run.serve), (args.program, run.program)
+    next((mode for flag, mode in flags if flag), run.bench_serving)(args)
 
 
 @torch.inference_mode()
@@ -573,7 +574,7 @@ def run(args: GenerateConfig) -> None:
         (args.perplexity, score_file),
         (args.save, save_quantized),
         (args.quantize_report, quantize_report),
-        (args.batch or args.bench_serving or args.serve, run_engine),
+        (args.batch or args.bench_serving or args.serve or args.program, run_engine),
         (True, generate),
     )
     with process_group(args), open_gguf(args):

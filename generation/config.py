@@ -179,6 +179,9 @@ class GenerateConfig(Settings):
     out: Path | None = flag(
         None, "results of --batch (default: FILE.results.jsonl); existing results are kept",
         metavar="FILE")
+    program: str | None = flag(
+        None, "run a program of prompts, `async def main(p, prompt)` of FILE.py, or its function "
+        "NAME (generation/programs.py)", metavar="FILE.py[:NAME]")
     bench_serving: int | None = flag(
         None, "throughput and latency of N random requests (default: 64), greedy by default",
         "1 or more", nargs="?", const=64, metavar="N")
@@ -260,7 +263,7 @@ REQUIRES = [
     ("reference", "speculate=ngram|staged"),
     ("forced_acceptance", "speculate=ngram|draft|staged|exit|mtp|head"),
     ("forced_acceptance", "bench bench_serving"),
-    *((name, "batch bench_serving serve") for name in (
+    *((name, "batch bench_serving serve program") for name in (
         "kv_blocks", "block_size", "max_num_batched_tokens", "max_num_seqs", "kv_cache_dtype",
         "prefix_cache", "policy", "continuous", "kv_swap")),
     *((name, "bench_serving") for name in (
@@ -282,6 +285,9 @@ EXCLUDES = [
     ("serve", f"{SINGLE} json batch bench_serving {SAMPLING}",
      "the requests come from its clients"),
     ("serve", "tp pp ep", "its engine runs on one device"),
+    ("program", "prompt_tokens interactive chat perplexity bench attention json batch "
+     "bench_serving serve n regex json_schema", "its calls are the requests"),
+    ("program", "tp pp ep", "its engine runs on one device"),
     ("interactive", "prompt json bench prompt_tokens chat perplexity logprobs dummy n",
      "it reads a line at a time"),
     ("perplexity", f"prompt bench prompt_tokens chat dummy {SAMPLING} compile speculate",

@@ -452,7 +452,7 @@ class State:
         """Continue the text. params: fields of SamplingParams."""
         params = replace(self.program.params, **params)
         if params.n != 1:
-            raise ValueError(f"n must be 1, not {params.n}: make a call with a seed for each sample")
+            raise ValueError(f"n must be 1, not {params.n}: make calls with different seeds")
         self.parts.append(call := Call(self.program, [*self.parts], params))
         return call
 
@@ -508,18 +508,17 @@ class Runtime:
         loop = asyncio.get_running_loop()
         while not self.closed:
             await asyncio.sleep(0)  # clients see what the last step made known
-            self._run_commands()
-            if not self.engine.unfinished:
-                await self.wake.wait()
-                continue
             try:
-                outputs = await loop.run_in_executor(self.thread, self.engine.step)
+                self._run_commands()
+                if self.engine.unfinished:
+                    outputs = await loop.run_in_executor(self.thread, self.engine.step)
+                    for output in outputs:
+                        output.id.id.progress(output)
+                elif not self.closed:
+                    await self.wake.wait()
             except Exception as e:
                 traceback.print_exc()
                 self._end(f"the engine failed ({type(e).__name__}: {one_line(e)})")
-                continue
-            for output in outputs:
-                output.id.id.progress(output)
         self._end("the engine has stopped")
 
     def _run_commands(self) -> None:

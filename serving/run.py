@@ -1,11 +1,14 @@
-"""--batch, --bench-serving and --serve of generate.py: the Engine that the flags describe, on a
-file of requests, a random trace (serving/traces.py), or HTTP clients' (serving/server.py)."""
+"""--batch, --bench-serving, --serve and --program of generate.py: the Engine that the flags
+describe, on a file of requests, a random trace (serving/traces.py), HTTP clients'
+(serving/server.py), or the calls of a program (generation/programs.py)."""
 
 from __future__ import annotations
 
 if __name__ == "__main__":
     raise SystemExit("this is a part of generate.py; run: python generate.py --help")
 
+import asyncio
+import importlib.util
 import json
 import math
 import os
@@ -26,6 +29,7 @@ import torch.distributed as dist
 from generation.bench import device_name
 from generation.config import GenerateConfig
 from generation.load import is_quantized, load, load_draft, moe_layers, pick_device
+from generation.prompt import prompt_text
 from generation.ranks import (
     Rank0Policy, all_reduce_min, broadcast_object, rank0_then_broadcast, run_on_all_or_raise,
 )  # fmt: skip
@@ -96,7 +100,7 @@ def enable_speculative_decoding(args: GenerateConfig, engine: Any, tokenizer: To
 
 
 def build_service(args: GenerateConfig) -> serving_batch.Service:
-    """The Engine of --batch and --serve, with its tokenizer."""
+    """The Engine of --batch, --serve and --program, with its tokenizer."""
     device = run_on_all_or_raise(partial(pick_device, args.device))
     with torch.inference_mode(args.finetune is None):  # such weights cannot be used in autograd
         model, tokenizer = run_on_all_or_raise(partial(load, args, device))
@@ -145,6 +149,42 @@ def batch(args: GenerateConfig) -> None:
         raise
     device = service.engine.model.embed.weight.device
     print(f"[{device_name(device, args.mesh)}] {line}", file=sys.stderr)
+
+
+def load_program(spec: str) -> Any:
+    """--program FILE.py[:NAME]: the coroutine function NAME, by default main."""
+    file, _, name = spec.partition(".py:")
+    path = Path(f"{file}.py" if name else file)
+    if path.suffix != ".py" or not path.is_file():
+        raise ValueError(f"--program {spec}: no such file; give FILE.py or FILE.py:NAME")
+    module_spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(module_spec)
+    try:
+        module_spec.loader.exec_module(module)
+    except SyntaxError as e:
+        raise ValueError(f"--program {spec}: line {e.lineno}: {e.msg}") from None
+    main = getattr(module, name or "main", None)
+    if not asyncio.iscoroutinefunction(main):
+        raise ValueError(f"--program {spec}: it has no `async def {name or 'main'}(p, prompt)`")
+    return main
+
+
+def program(args: GenerateConfig) -> None:
+    """--program: print the result of a program of prompts."""
+    from generation import programs
+
+    main, service = load_program(args.program), build_service(args)
+    kwargs, start = dict(params=args.sampling_params), time.perf_counter()
+    try:
+        result = asyncio.run(programs.run(main, service, prompt_text(args), **kwargs))
+    except programs.CallError as e:
+        raise ValueError(f"--program {args.program}: {e}") from None
+    seconds, engine = time.perf_counter() - start, service.engine
+    print(programs.as_text(result))
+    stats = f"{engine.n_arrivals} requests, {engine.counts['steps']} steps, {seconds:.2f} s; "
+    stats += f"{engine.scheduler.n_hit_tokens} of {engine.scheduler.n_admitted_tokens} tokens of "
+    print(f"[{device_name(engine.model.embed.weight.device)}] {stats}prompts were cached",
+          file=sys.stderr)  # fmt: skip
 
 
 def bench_serving(args: GenerateConfig) -> None:
