@@ -13,6 +13,7 @@ their own. All models are tiny random ones or the shipped checkpoints.
     files cpu sampling drafting structured                   generation/
     serving traces policies replica simulate pools row_order length_batching   serving/
     colocation time_sharing variants server unacked cluster page               serving/
+    programs                                 generation/programs.py, over serving/
     calibrate sparse gemm gguf                               quantization/
     data optimizers offload recompute chunked_loss lora token_windows          training/
     alignment tuning                                                           training/
@@ -174,6 +175,8 @@ from generation import gpu_report as REPORT
 from generation import load as LOAD
 from generation import perplexity as PPL
 from generation import plot_decode as PLOT
+from generation import program_examples as EXAMPLES
+from generation import programs as PR
 from generation import prompt as PROMPT
 from serving import disaggregated
 from generation import stream as STREAM
@@ -15417,6 +15420,434 @@ def test_page_compares_two_servers(page, tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------
+# generation/programs.py
+# --------------------------------------------------------------------------------------------------
+
+
+def program_service(**engine) -> V.Service:
+    """A Service of checkpoints/small, whose clock counts steps."""
+    model, tokenizer = http_small()
+    engine = dict(num_blocks=400, max_num_seqs=32) | engine
+    service = V.Service(model, tokenizer, model.config.eos_ids, **engine)
+    service.engine.clock = lambda: service.engine.counts["steps"]
+    return service
+
+
+def run_program(main, *args, service=None, **engine) -> Any:
+    """The result of a program; at the end every block is free."""
+    service = service or program_service(**engine)
+    result = asyncio.run(asyncio.wait_for(PR.run(main, service, *args), 60))
+    assert not service.engine.unfinished
+    check_blocks(service.engine.allocator, [])
+    return result
+
+
+@cache
+def alone(prompt: str, **params) -> K.Continuation:
+    """The continuation of one prompt, by an Engine that has nothing else to do."""
+    return http_reference(prompt, **dict(temperature=0.0) | params)[0]
+
+
+def steps_of(call: PR.Call) -> tuple[int, int]:
+    """The first and last step of a call."""
+    return int(call.output.timestamps[0]), int(call.output.timestamps[-1])
+
+
+PROGRAM_PREFIX = '"""Tools for lists, dicts and sets. Every function returns a new object."""\n' * 3
+PROGRAM_SAMPLING = [{}, dict(temperature=0.9, seed=7), dict(temperature=1.3, seed=5, top_p=0.9)]
+
+
+@pytest.mark.parametrize("params", PROGRAM_SAMPLING, ids=str)
+def test_programs_equal_calls_alone(params):
+    """Calls on the lines of a call, a call on theirs, and a forked text == each prompt alone, greedy
+    and seeded, whatever runs beside them; also with few blocks and one sequence at a time."""
+
+    async def main(p):
+        first = p.call("class {name}:\n", name="Stack", max_new_tokens=40, **params)
+        lines = first.lines().map(lambda line: p.call("# {x}\n{x}", x=line, **short))
+        last = p.call("{lines}\n{{}} {k}", lines=lines, k=3, **short)
+        text = p.state("def f(x):\n")
+        branches = text.fork(2)
+        for i, branch in enumerate(branches):
+            branch += f"    # {i}\n"
+            branch.gen(**short)
+        text.join(branches)
+        text += last
+        return [await first, await lines, await last, await text.gen(**short)]
+
+    short = dict(max_new_tokens=7) | params
+    first = alone("class Stack:\n", max_new_tokens=40, **params).text
+    lines = [alone(f"# {x}\n{x}", **short).text for x in first.split("\n") if x.strip()]
+    last = alone("\n".join(lines) + "\n{} 3", **short).text
+    branches = [f"    # {i}\n" + alone(f"def f(x):\n    # {i}\n", **short).text for i in (0, 1)]
+    joined = alone("def f(x):\n" + "".join(branches) + last, **short).text
+    assert len(lines) > 1
+    for engine in ({}, dict(num_blocks=24, max_num_seqs=5), dict(max_num_seqs=1)):
+        assert run_program(main, **engine) == [first, lines, last, joined]
+
+
+def shared_tokens(a: list[int], b: list[int]) -> int:
+    """Tokens of the full blocks that two prompts have in common."""
+    return E.common_prefix_length(a, b) // 16 * 16
+
+
+def test_programs_waste_no_step_and_no_prefill():
+    """Two calls that start together and share a prefix, and a third on both: the third starts in
+    the step after the second one's last, also beside another call; every prompt token that is in
+    a common prefix is run once."""
+
+    async def main(p, other):
+        busy = [p.call("import os\n", max_new_tokens=90, ignore_eos=True)] * other
+        a, b = (p.call(PROGRAM_PREFIX + "{x}", x=x, max_new_tokens=n, ignore_eos=True)
+                for x, n in (("def first(", 9), ("def second(x", 17)))  # fmt: skip
+        c = p.call(PROGRAM_PREFIX + "{a}\n{b}", a=a, b=b, max_new_tokens=8, ignore_eos=True)
+        await p.value([c, *busy])
+        return a, b, c
+
+    for other in (0, 1):
+        service = program_service()
+        calls = a, b, c = run_program(main, other, service=service)
+        assert [steps_of(x) for x in calls] == [(0, 8), (0, 16), (17, 24)]
+        ids = [x.requests[0].ids for x in calls]
+        shared = shared_tokens(ids[0], ids[1]), shared_tokens(ids[0], ids[2])
+        assert min(shared) >= 48
+        run = sum(map(len, ids)) - sum(shared) + 8 + 16 + 7 + other * (89 + 4)
+        assert service.engine.counts["tokens_run"] == run
+
+
+def test_programs_skeleton_of_thought_decodes_points_together():
+    """An outline and n points on it take as many steps as the outline and the longest point, and
+    the points' common prefix is prefilled once."""
+
+    async def main(p):
+        outline = p.call("# to do:\n# - get\n# -", max_new_tokens=30, ignore_eos=True)
+        point = PROGRAM_PREFIX + "{outline}\n# {line}\n"
+        more = dict(outline=outline, ignore_eos=True)
+        sizes = itertools.count(5, 3)
+        points = outline.lines("#").map(
+            lambda x: p.call(point, line=x, max_new_tokens=next(sizes), **more)
+        )
+        await points
+        return outline, [x for _, x in points.items]
+
+    service = program_service()
+    outline, points = run_program(main, service=service)
+    lengths = [len(x.output.token_ids) for x in points]
+    assert len(points) > 2 and lengths == [*range(5, 5 + 3 * len(points), 3)]
+    assert service.engine.counts["steps"] == 30 + max(lengths)
+    (first, *ids) = (x.requests[0].ids for x in points)
+    prompts = len(outline.requests[0].ids) + len(first)
+    prompts += sum(len(x) - max(shared_tokens(x, y) for y in [first, *ids[:i]])
+                   for i, x in enumerate(ids))  # fmt: skip
+    assert service.engine.counts["tokens_run"] == prompts + 29 + sum(lengths) - len(lengths)
+
+
+def test_programs_start_on_partial_output():
+    """A stage starts in the step after a line of the one before is complete, and that goes on; so
+    does a stage on the lines of that stage. The result is in order of path."""
+
+    async def main(p):
+        first = p.call("import os\nimport", max_new_tokens=40, ignore_eos=True)
+        second = first.lines().map(lambda x: p.call("{x}\n", x=x, max_new_tokens=12))
+        third = second.lines().map(lambda x: p.call("{x} # ", x=x, max_new_tokens=5))
+        return await third, first, [x for _, x in second.items], third.items
+
+    for max_num_seqs in (32, 4):
+        result, first, second, third = run_program(main, max_num_seqs=max_num_seqs)
+        assert [x.path for x in second] == [(i,) for i in range(len(second))] and len(second) > 3
+        assert {path[0] for path, _ in third} == {*range(len(second))}
+        assert result == [x.result for _, x in sorted(third, key=lambda pair: pair[0])]
+        lines = [x for call in second for x in call.result.split("\n") if x.strip()]
+        assert result == [alone(f"{x} # ", max_new_tokens=5).text for x in lines]
+        assert steps_of(second[0])[0] < steps_of(first)[1]
+        assert steps_of(third[0][1])[0] < steps_of(first)[1]
+        tokenizer, ids = http_small()[1], first.output.token_ids
+        done = next(i for i in range(40) if tokenizer.decode(ids[: i + 1]).strip("\n").count("\n"))
+        assert steps_of(second[0])[0] <= done + 1
+
+
+def bare_program() -> PR.Program:
+    """A Program whose calls are never run."""
+    runtime = SimpleNamespace(
+        programs=[], between_steps=lambda f: None, sequences=lambda call: call.sequences
+    )
+    runtime.wake = asyncio.Event()
+    return PR.Program(runtime, P.SamplingParams(), "p")
+
+
+def test_programs_stream_is_in_order_of_ancestry():
+    """300 Streams of Streams whose texts grow and end in random order == nested loops over the
+    texts, with the ancestry of each piece, on each level; one that fails fails the result."""
+
+    async def both(seed):
+        r, p = random.Random(seed), bare_program()
+        word = lambda: "".join(r.choice("ab\n ") for _ in range(r.randint(0, 9)))
+        sources = [(PR.Value(p), word()) for _ in range(r.randint(0, 4))]
+        growing = dict(sources)
+        first = p.value([]).lines() if not sources else PR.Stream(p, p.value(""))
+        for i, (value, _) in enumerate(sources):
+            first.put((i,), value)
+        if sources:
+            first.end()
+
+        def child(line):
+            value = PR.Value(p)
+            growing[value] = texts[line.path] = line.text + "\n" + word()
+            return value
+
+        texts: dict[tuple, str] = {}
+        lines = first.lines()
+        second = lines.map(child)
+        last = second.lines()
+        while any(unfinished := [v for v in growing if not v.known]):
+            value = r.choice(unfinished)
+            if len(value.text) < len(growing[value]) and r.random() < 0.8:
+                value.text = growing[value][: len(value.text) + r.randint(1, 3)]
+                for f in value.on_text:
+                    f()
+            else:
+                value.resolve(growing[value])
+        pieces = lambda text: [x for x in text.split("\n") if x.strip()]
+        want = [((i, j), x) for i, (_, t) in enumerate(sources) for j, x in enumerate(pieces(t))]
+        assert {x.path: x.text for _, x in lines.items} == dict(want) and lines.known
+        assert await lines == [x for _, x in want]
+        assert await second == [texts[path] for path, _ in want]
+        nested = [((*path, k), x) for path, _ in want for k, x in enumerate(pieces(texts[path]))]
+        assert await last == [x for _, x in nested]
+        assert {x.path: x.text for _, x in last.items} == dict(nested)
+        return len(nested), [x.path for _, x in last.items] != [path for path, _ in nested]
+
+    async def all_of_them():
+        return [await both(seed) for seed in range(300)]
+
+    sizes, shuffled = zip(*asyncio.run(all_of_them()))
+    assert sum(sizes) > 1000 and sum(shuffled) > 50
+
+
+def test_programs_infer_objectives():
+    """Map and reduce: the outline and the reduction have the latency objective, the map stage is one
+    group for throughput, a call that nobody awaits has it too; once one of the stage is left, that
+    is on the critical path."""
+
+    async def main():
+        p = bare_program()
+        outline = p.call("outline")
+        parts = [p.call("{x} {i}", x=outline, i=i) for i in range(3)]
+        chain = p.call("{x}", x=p.call("{x}", x=parts[0]))
+        reduce, ignored = p.call("{parts} {chain}", parts=parts, chain=chain), p.call("ignored")
+        calls = [outline, *parts, chain, reduce, ignored]
+        for i, call in enumerate([*p.calls]):
+            call.sequences = [SimpleNamespace(priority=9, arrival=10 * i)]
+        p.infer_objectives()
+        assert {call.objective for call in calls} == {"throughput"}  # nobody awaits anything
+        p.await_(reduce)
+        p.infer_objectives()
+        of = lambda calls: "".join(call.objective[0] for call in calls)
+        assert of([outline, reduce, ignored]) == "llt"
+        # parts[0] is three stages before the reduction, the others one, together with the chain
+        assert of(parts) == "ltt" and of([chain]) == "t"
+        assert len({call.group for call in [*parts[1:], chain]}) == 1 and ignored.group is None
+        sequences = [call.sequences[0] for call in [*parts[1:], chain]]
+        assert [(s.priority, s.arrival) for s in sequences] == [(1, 20)] * 3
+        assert outline.sequences[0].priority == reduce.sequences[0].priority == 0
+        for call in [outline, *parts[:2], chain.inputs[0], chain]:
+            call.resolve("x")
+        p.infer_objectives()
+        assert of(parts[2:]) == "l" and parts[2].sequences[0].priority == 0
+
+    asyncio.run(main())
+
+
+def test_programs_schedule_by_objective():
+    """In an engine of two sequences: an awaited call overtakes the waiting map stage of another
+    program, and of two stages whose calls arrive in turn, one ends before the other starts."""
+
+    async def main():
+        service = program_service(max_num_seqs=2)
+        async with PR.Runtime(service) as runtime, runtime.program() as p, runtime.program() as q:
+            parts = {x: [] for x in (p, q)}
+            for i in range(6):
+                for x in parts:
+                    ask = dict(i=i, max_new_tokens=6, ignore_eos=True)
+                    parts[x].append(x.call("x = {i}", **ask))
+            waits = [asyncio.ensure_future(x.value(parts[x])._wait()) for x in parts]
+            await parts[p][0]
+            urgent = q.call("urgent", max_new_tokens=3, ignore_eos=True)
+            await urgent
+            await asyncio.gather(*waits)
+            steps = [[steps_of(call) for call in calls] for calls in parts.values()]
+            assert steps_of(urgent)[1] <= steps[0][2][1] and min(steps[1])[0] > steps[0][3][0]
+            assert min(steps[1])[0] >= max(steps[0])[0]
+
+    asyncio.run(main())
+
+
+def test_programs_leave_nothing_when_the_client_leaves():
+    """A program that is cancelled after any number of steps, or that raises, frees all its blocks;
+    its values fail, and the calls of another program end as if alone."""
+
+    async def main(n):
+        service = program_service()
+        engine = service.engine
+        async with PR.Runtime(service) as runtime, runtime.program() as p:
+
+            async def client():
+                async with runtime.program() as q:
+                    first = q.call("class A:\n", max_new_tokens=40)
+                    calls[:] = first.lines().map(lambda x: q.call("{x}", x=x)), first
+                    await q.value(calls[0])
+
+            calls = []
+            task, other = asyncio.create_task(client()), p.call(HTTP_PROMPT, max_new_tokens=30)
+            while engine.counts["steps"] < n:
+                await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert engine.unfinished == len(p.calls) <= 1 and len(runtime.programs) == 1
+            for value in calls:
+                with pytest.raises(PR.CallError, match="program has ended"):
+                    await value
+            with pytest.raises(PR.CallError, match="async with"):
+                calls[1].program.call("late")
+            assert await other == alone(HTTP_PROMPT, max_new_tokens=30).text
+        check_blocks(engine.allocator, [])
+
+    for n in (1, 5, 20):
+        asyncio.run(main(n))
+
+
+def test_programs_failures_reach_only_what_depends_on_them():
+    """A call that does not fit, a function that raises, a call that uses the Stream that it is a
+    part of, and a chain of 3000 calls on a failed one: what depends on it has its message, and
+    other calls go on; if a step raises, its calls fail and the next ones run."""
+
+    async def main(p, engine):
+        bad = p.call("x" * 5000)
+        values = [bad, p.call("{x}", x=bad), p.value([bad]), bad.lines(), bad.lines().map(p.value)]
+        chain = bad
+        for _ in range(3000):
+            chain = p.call("{x}", x=chain)
+        good = p.call(HTTP_PROMPT, max_new_tokens=9)
+        for value in [*values, chain]:
+            with pytest.raises(PR.CallError, match="call 'xxx.* exceed the model's context"):
+                await value
+        with pytest.raises(PR.CallError, match="ZeroDivisionError"):
+            await p.apply(lambda x: 1 / 0, good)
+        lines = good.lines()
+        with pytest.raises(PR.CallError, match="ZeroDivisionError"):
+            await lines.map(lambda x: 1 / 0)
+        stage = lines.map(lambda x: p.call("{x} {stage}", x=x, stage=stage))
+        with pytest.raises(PR.CallError, match="a cycle"):
+            await stage
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.model, "head", lambda x: 1 / 0)
+            with pytest.raises(PR.CallError, match="the engine failed .ZeroDivisionError"):
+                await p.call("x")
+        return await good
+
+    monkeypatch, service = pytest.MonkeyPatch(), program_service()
+    result = run_program(main, service.engine, service=service)
+    assert result == alone(HTTP_PROMPT, max_new_tokens=9).text
+    assert run_program(lambda p: p.call("x")._wait(), service=service) == alone("x").text
+
+
+def test_programs_select_scores_the_choices():
+    """Scores == the mean log-probability of each choice's tokens, of the model run on the whole
+    text; the keys of the text before are computed once, and those of the choices are not read."""
+
+    async def main(p):
+        first = p.select(PROGRAM_PREFIX + "{x}", choices, x="def f(")
+        again = p.select(PROGRAM_PREFIX + "{x}", choices[::-1], x="def f(")
+        assert await first == await again and first.scores == again.scores
+        return first
+
+    model, tokenizer = http_small()
+    choices = ["x, y):\n    return x", "self", "):", " unlikely and long words"]
+    service = program_service()
+    call = run_program(main, service=service)
+    ids, want, more = tokenizer.encode(PROGRAM_PREFIX + "def f("), {}, 0
+    for choice in choices:
+        new = tokenizer.encode_continuation(choice)
+        logp = model(torch.tensor([ids + new]))[0, len(ids) - 1 : -1].float().log_softmax(-1)
+        want[choice] = float(logp.gather(1, torch.tensor(new)[:, None]).mean())
+        more += len(new)
+    assert max(abs(want[c] - call.scores[c]) for c in choices) < 1e-4
+    assert call.result == max(want, key=want.get)
+    rest = len(ids) - (len(ids) - 1) // 16 * 16
+    assert service.engine.counts["tokens_run"] == len(ids) - rest + 2 * (4 * rest + more)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_programs_prompt_logprobs_from_a_token(seed):
+    """Log-probabilities from any token of a prompt on are the last of all of them, whatever is
+    cached, whatever the chunks, and after preemptions; the tokens before are read from the cache."""
+    r, model = random.Random(seed), random_model(tiny())
+    prompt = [r.randrange(97) for _ in range(r.randint(20, 60))]
+    kwargs = dict(num_blocks=r.choice((20, 40)), block_size=4, max_num_seqs=4)
+    engine = P.Engine(model, max_num_batched_tokens=r.choice((7, 64)), **kwargs)
+    whole = P.Engine(model, num_blocks=40, block_size=4)
+    whole = whole.outputs[whole.add(prompt, greedy(1), prompt_logprobs=2)], whole.step()
+    if seed % 2:
+        engine.generate([prompt], greedy(2))
+    hits, starts = engine.scheduler.n_hit_tokens, r.sample(range(1, len(prompt)), 4)
+    outputs = [engine.outputs[engine.add(prompt, greedy(3), prompt_logprobs=2,
+                                         prompt_logprobs_from=i)] for i in starts]  # fmt: skip
+    while engine.unfinished:
+        engine.step()
+        paged_check(engine)
+    for start, output in zip(starts, outputs):
+        got, want = output.prompt_logprobs, whole[0].prompt_logprobs[start - 1 :]
+        assert len(got) == len(want) and [x[1] for x in got] == [x[1] for x in want]
+        assert all(abs(a[0] - b[0]) < 1e-4 for a, b in zip(got, want))
+    if seed % 2 and not engine.scheduler.n_preempted:
+        cached = sum((start - 1) // 4 * 4 for start in starts)
+        assert engine.scheduler.n_hit_tokens - hits == cached
+
+
+PROGRAM_EXAMPLES = [name for name, f in vars(EXAMPLES).items() if inspect.iscoroutinefunction(f)]
+
+
+@pytest.mark.parametrize("name", PROGRAM_EXAMPLES)
+def test_programs_examples(name):
+    """Each example gives a text, the same with its calls one at a time, in fewer steps if it has
+    several; and is about ten lines."""
+    main, prompt = getattr(EXAMPLES, name), 'def get(self):\n    """Get it."""\n\n\ndef put(self'
+    services = program_service(), program_service(max_num_seqs=1)
+    texts = [run_program(main, prompt, service=service) for service in services]
+    assert texts[0] == texts[1] and texts[0].strip()
+    steps = [service.engine.counts["steps"] for service in services]
+    assert steps[0] < 0.8 * steps[1] and len(PROGRAM_EXAMPLES) == 5
+    assert len(inspect.getsource(main).splitlines()) <= 14
+
+
+async def programs_refused(call: Callable[[PR.Program], Any]) -> None:
+    call(bare_program())
+
+
+PROGRAMS_BAD = {  # a call, and what its error says
+    "no value": (lambda p: p.call("a {x}"), r"template 'a .*no value for \{x\}; add x="),
+    "no place": (lambda p: p.call("a", x=1), "template 'a': x is neither"),
+    "a parameter": (lambda p: p.call("{seed}", seed=1), "rename .seed."),
+    "a brace": (lambda p: p.call("{ {x}", x=1), "write {{ and }} for braces"),
+    "an expression": (lambda p: p.call("{x.y}", x=1), "no value for {x.y}; write {{"),
+    "a format": (lambda p: p.call("{x:3}", x=1), "no value for {x}"),
+    "an object": (lambda p: p.call("{x}", x=None), "number, a Value or a list, not NoneType"),
+    "another program": (
+        lambda p: p.call("{x}", x=bare_program().call("y")), "another program must be awaited"),
+    "n": (lambda p: p.call("x", n=2), "n must be 1, not 2"),
+    "sampling": (lambda p: p.call("x", top_p=2), "top_p"),
+    "one choice": (lambda p: p.select("x", ["a"]), "two or more different texts, not .'a'."),
+    "equal choices": (lambda p: p.select("x", ["a", "a"]), "different texts"),
+    "empty choice": (lambda p: p.state("x").select(["a", ""]), "different texts"),
+}  # fmt: skip
+REFUSED |= {
+    f"programs: {name}": (lambda call=call: asyncio.run(programs_refused(call)), words)
+    for name, (call, words) in PROGRAMS_BAD.items()
+}
+
+
+# --------------------------------------------------------------------------------------------------
 # serving/colocation.py, serving/time_sharing.py
 # --------------------------------------------------------------------------------------------------
 
@@ -24859,6 +25290,7 @@ GENERATE_MODES = {
     "batch": "--batch {requests} --kv-blocks 64 --max-new-tokens 8 --seed 3",
     "interactive": "--interactive --set ctx_size=99 --temperature 0 --max-new-tokens 8",
     "serving": "--bench-serving 3 --json --kv-blocks 64 --set output_tokens=2:5",
+    "program": f"--program {REPO}/generation/program_examples.py:streaming_pipeline",
 }
 GENERATE = """
 greedy samples perplexity interactive |                                 | --attention flash |
@@ -24873,6 +25305,7 @@ greedy batch                    | --checkpoint {moe}                    | --offl
 greedy                          | --speculate ngram                     | --reference {text} |
 batch | | --policy longest-prefix --set continuous=false            |
 batch                           |                                       | --reorder         |
+program                         |                                       | --max-num-seqs 1  |
 greedy interactive              |                                       | --tp 1 --pp 1     |
 greedy samples perplexity       | --checkpoint {moe}                    | --ep              |
 greedy samples perplexity batch | --checkpoint {moe}                    | --set experts=loop |
@@ -24948,6 +25381,8 @@ BAD_GENERATE = f"""
 ''                                          | prompt is empty
 -                                           | prompt is empty
 x --min-p 1.5                               | --min-p 1.5
+--program nowhere.py                        | --program nowhere.py: no such file
+--program {REPO}/generation/program_examples.py:x | program_examples.py:x: it has no `async def x
 x --set logit_bias=70000:1                  | --set logit_bias 70000 4095
 x --set logit_bias=-1:1                     | --set logit_bias -1
 x --set logit_bias=5=1                      | --set logit_bias must be ID:BIAS 5=1
