@@ -16,7 +16,7 @@ async def skeleton_of_thought(p, prompt):
     outline = p.call(skeleton, prompt=prompt, max_new_tokens=24)
     point = "# The methods of {prompt}:\n#{outline}\n\nclass X:\n    # implements{line}\n    def "
     points = outline.lines("#").map(
-        lambda line: p.call(point, prompt=prompt, outline=outline, line=line, max_new_tokens=48)
+        lambda line: p.call(point, prompt=prompt, outline=outline, line=line, max_new_tokens=24)
     )
     return await p.apply(lambda *texts: "\n\n".join(texts[0]), points)
 
