@@ -13,7 +13,7 @@ their own. All models are tiny random ones or the shipped checkpoints.
     files cpu sampling drafting structured                   generation/
     serving traces policies replica simulate pools row_order length_batching   serving/
     colocation time_sharing variants server unacked cluster page               serving/
-    programs                                 generation/programs.py, over serving/
+    programs                                        generation/programs.py, values.py
     calibrate sparse gemm gguf                               quantization/
     data optimizers offload recompute chunked_loss lora token_windows          training/
     alignment tuning                                                           training/
@@ -178,6 +178,7 @@ from generation import plot_decode as PLOT
 from generation import program_examples as EXAMPLES
 from generation import programs as PR
 from generation import prompt as PROMPT
+from generation import values as VALUES
 from serving import disaggregated
 from generation import stream as STREAM
 from serving import length_batching as LB
@@ -2571,7 +2572,7 @@ def first_stop(text: str, stop: list[str]) -> int | None:
 def test_stream_stop_strings_equal_brute_force_for_any_chunking():
     """Each push shows all text except a suffix that could still become a stop string."""
     rng = random.Random(0)
-    for _ in range(3000):
+    for _ in range(1500):
         stop = ["".join(rng.choices("ab", k=rng.randint(1, 5))) for _ in range(rng.randint(0, 3))]
         text = "".join(rng.choices("abc", k=rng.randint(0, 20)))
         stops, shown, seen, found = K.StopStrings(stop), "", "", False
@@ -9535,7 +9536,7 @@ ALONE = [  # files, a check or a script, "" for the program, whether Triton is t
     ("paged_kv+model", ENGINE, "installed", ""),
 ]
 ALONE_SLOW = [
-    ("calibrate cpu gemm quantize sampling sparse speculative", "", "installed", TABLE),
+    ("calibrate cpu gemm quantize sampling sparse speculative values", "", "installed", TABLE),
     ("moe", "", "installed missing", r"(.*\n){5}"),
     ("moe", "", "interpreted", r"\A.*\n\Z"),
     ("chunked_loss recompute", "", "installed", ""),
@@ -13346,7 +13347,7 @@ def test_policies_rag_cache_is_greedy_dual_with_frequency():
     policy.begin_step(SimpleNamespace(allocator=allocator))
     allocator.eviction_key = policy.eviction_key
     r, cached, clock = random.Random(2), OrderedDict(), 0.0
-    for _ in range(3000):
+    for _ in range(1500):
         document = int(12 * r.random() ** 2)
         block = allocator.find(0, (document,))
         assert (block is not None) == (document in cached)
@@ -15583,16 +15584,16 @@ def test_programs_stream_is_in_order_of_ancestry():
     async def both(seed):
         r, p = random.Random(seed), bare_program()
         word = lambda: "".join(r.choice("ab\n ") for _ in range(r.randint(0, 9)))
-        sources = [(PR.Value(p), word()) for _ in range(r.randint(0, 4))]
+        sources = [(VALUES.Value(p), word()) for _ in range(r.randint(0, 4))]
         growing = dict(sources)
-        first = p.value([]).lines() if not sources else PR.Stream(p, p.value(""))
+        first = p.value([]).lines() if not sources else VALUES.Stream(p, p.value(""))
         for i, (value, _) in enumerate(sources):
             first.put((i,), value)
         if sources:
             first.end()
 
         def child(line):
-            value = PR.Value(p)
+            value = VALUES.Value(p)
             growing[value] = texts[line.path] = line.text + "\n" + word()
             return value
 
@@ -15603,9 +15604,7 @@ def test_programs_stream_is_in_order_of_ancestry():
         while any(unfinished := [v for v in growing if not v.known]):
             value = r.choice(unfinished)
             if len(value.text) < len(growing[value]) and r.random() < 0.8:
-                value.text = growing[value][: len(value.text) + r.randint(1, 3)]
-                for f in value.on_text:
-                    f()
+                value.grow(growing[value][: len(value.text) + r.randint(1, 3)])
             else:
                 value.resolve(growing[value])
         pieces = lambda text: [x for x in text.split("\n") if x.strip()]
@@ -15722,14 +15721,14 @@ def test_programs_leave_nothing_when_the_client_leaves():
 
 def test_programs_failures_reach_only_what_depends_on_them():
     """A call that does not fit, a function that raises, a call that uses the Stream that it is a
-    part of, and a chain of 3000 calls on a failed one: what depends on it has its message, and
+    part of, and a chain of 1500 calls on a failed one: what depends on it has its message, and
     other calls go on; if a step raises, its calls fail and the next ones run."""
 
     async def main(p, engine):
         bad = p.call("x" * 5000)
         values = [bad, p.call("{x}", x=bad), p.value([bad]), bad.lines(), bad.lines().map(p.value)]
         chain = bad
-        for _ in range(3000):
+        for _ in range(1500):
             chain = p.call("{x}", x=chain)
         good = p.call(HTTP_PROMPT, max_new_tokens=9)
         for value in [*values, chain]:

@@ -172,15 +172,16 @@ def load_program(spec: str) -> Any:
 def program(args: GenerateConfig) -> None:
     """--program: print the result of a program of prompts."""
     from generation import programs
+    from generation.values import CallError, as_text
 
     main, service = load_program(args.program), build_service(args)
     kwargs, start = dict(params=args.sampling_params), time.perf_counter()
     try:
         result = asyncio.run(programs.run(main, service, prompt_text(args), **kwargs))
-    except programs.CallError as e:
+    except CallError as e:
         raise ValueError(f"--program {args.program}: {e}") from None
     seconds, engine = time.perf_counter() - start, service.engine
-    print(programs.as_text(result))
+    print(as_text(result))
     stats = f"{engine.n_arrivals} requests, {engine.counts['steps']} steps, {seconds:.2f} s; "
     stats += f"{engine.scheduler.n_hit_tokens} of {engine.scheduler.n_admitted_tokens} tokens of "
     print(f"[{device_name(engine.model.embed.weight.device)}] {stats}prompts were cached",
