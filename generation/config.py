@@ -284,7 +284,6 @@ EXCLUDES = [
      "its requests are random"),
     ("serve", f"{SINGLE} json batch bench_serving {SAMPLING}",
      "the requests come from its clients"),
-    ("serve", "tp pp ep", "its engine runs on one device"),
     ("program", "prompt_tokens interactive chat perplexity bench attention json batch "
      "bench_serving serve n regex json_schema", "its calls are the requests"),
     ("program", "tp pp ep", "its engine runs on one device"),
@@ -298,14 +297,15 @@ EXCLUDES = [
      "it runs every scheme on a text of its own"),
     ("calibrate", "dummy", "random weights have no activations to calibrate"),
     # a compiled step gathers the weights of each token's experts, which are on other ranks
-    ("ep", f"batch bench_serving speculate compile {SHARDED}",
+    ("ep", f"batch bench_serving serve speculate compile {SHARDED}",
      "every rank has some of the experts"),
     ("tp", SHARDED, "every rank has a shard of the weights"),
     # torch.compile does not trace the sends and receives between stages
-    ("pp", f"{SHARDED} compile batch bench_serving speculate perplexity logprobs ep shard_batch",
+    ("pp", f"{SHARDED} compile batch bench_serving serve speculate perplexity logprobs ep "
+     "shard_batch",
      "every rank has some of the layers"),
     ("ffn_2d", "ep pp quantize", "it shards dense 16-bit weights over all ranks"),
-    ("shard_batch", "batch bench_serving speculate perplexity", "it shards the --n rows"),
+    ("shard_batch", "batch bench_serving serve speculate perplexity", "it shards the --n rows"),
     ("offload", "quantize calibrate save quantize_report adapter compile tp pp ep",
      "layers are copied to the device one by one"),
     ("disaggregate", "tp pp ep json speculate", "each placement shards the model by itself"),

@@ -227,7 +227,8 @@ class Grammar:
 
     def __init__(self, vocabulary: Vocabulary, pattern: str):
         """ValueError as compile_dfa."""
-        self.vocabulary, (self.table, self.accepting) = vocabulary, compile_dfa(pattern)
+        self.vocabulary, self.pattern = vocabulary, pattern
+        self.table, self.accepting = compile_dfa(pattern)
         self.vocab_size = len(vocabulary.tokens)
         self.in_chain = ((self.table >= 0).sum(1) == 1) & ~self.accepting
         self.forced = lru_cache(None)(self._forced)

@@ -34,11 +34,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from huggingface.tokenizer import one_line
-from paged_kv import KVTransfer, Output
-from paged_kv import Sequence as EngineSequence
+from paged_kv import Output
 from serving.batch import Request, Service
+from serving.lockstep import Rank0Service
 
 READER_SECONDS, MAX_DELAY = 5e-5, 0.1  # of a reader for an event; between two events
+MAX_IDLE = 60.0  # seconds between steps: other ranks wait in a collective, which has a timeout
 
 Stats = dict[str, float]
 LogProb = tuple[float, list[int], list[float]]  # of a token; the most likely tokens, and theirs
@@ -112,7 +113,7 @@ class Stream:
 class AsyncEngine:
     """The thread of a Service's Engine. All methods but _run's are called in the loop's thread."""
 
-    def __init__(self, service: Service, on_step: Callable[[Stats], Any]):
+    def __init__(self, service: Service | Rank0Service, on_step: Callable[[Stats], Any]):
         """on_step: called in the loop after every step."""
         self.service, self.engine, self.on_step = service, service.engine, on_step
         self.wake, self.commands = threading.Condition(), deque[Callable[[], Any]]()
@@ -226,34 +227,26 @@ class AsyncEngine:
 
     def _step(self) -> None:
         with self.wake:
-            idle = lambda: not (self.commands or self.streams or self.engine.background)
-            self.wake.wait_for(lambda: not idle())
+            work = lambda: self.commands or self.streams or self.engine.background
+            self.wake.wait_for(work, MAX_IDLE)
         try:
             while self.commands:
                 self.commands.popleft()()
-            if (self.streams or self.engine.background) and not self.closed:
-                self._report(self.engine.step())
+            if not self.closed:
+                self._report(self.service.step())
         except Exception as e:
             traceback.print_exc()
             self._fail(f"the engine failed ({type(e).__name__}: {one_line(e)})")
 
     def _add(self, request: Request, earlier: Output | None, prompt_logprobs: int | None) -> Output:
         if earlier is None or not any(sample.token_ids for sample in earlier.samples):
-            self.service.add(request, prompt_logprobs)
-            return self.engine.outputs[request]
-        output = Output(request, request.ids, earlier.samples, arrival_time=self.engine.clock())
-        output.prompt_logprobs = earlier.prompt_logprobs
-        sequences = [
-            EngineSequence(request.ids + s.token_ids, len(request.ids), request.params, output, i)
-            for i, s in enumerate(earlier.samples)
-        ]
-        self.engine.import_request(KVTransfer(output, sequences))
-        return output
+            return self.service.add(request, prompt_logprobs)
+        return self.service.resume(request, earlier)
 
     def _remove(self, stream: Stream) -> None:
         for request in stream.requests:
             if request in self.engine.outputs:
-                self.engine.abort(request)
+                self.service.abort(request)
             self.streams.pop(request, None)
 
     def _report(self, outputs: list[Output]) -> None:

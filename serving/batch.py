@@ -69,7 +69,9 @@ from huggingface.tokenizer import (
     one_line,
 )
 from model import Transformer
-from paged_kv import Chunk, Engine, Output, PagedKVCache, SamplingParams, Sequence, Step
+from paged_kv import (
+    Chunk, Engine, KVTransfer, Output, PagedKVCache, SamplingParams, Sequence, Step,
+)  # fmt: skip
 from serving.row_order import fields_text, group_requests
 from serving.traces import Arrival
 from speculative import FixedK, Goodput, Proposal, DraftRunner, common_prefix_length
@@ -303,7 +305,7 @@ class Service:
 
     def add(
         self, request: Request, prompt_logprobs: int | None = None, prompt_logprobs_from: int = 1
-    ) -> None:
+    ) -> Output:
         """Queue a request. prompt_logprobs: see Engine.add. ValueError if it is invalid; the engine
         is then unchanged."""
         self.compile_grammar(request)
@@ -311,6 +313,27 @@ class Service:
         more = dict(priority=request.priority, client=request.client)
         more |= dict(prompt_logprobs=prompt_logprobs, prompt_logprobs_from=prompt_logprobs_from)
         self.engine.add(ids, params, id=request, **more)
+        return self.engine.outputs[request]
+
+    def resume(self, request: Request, earlier: Output) -> Output:
+        """Queue a request with the tokens that it had in a run that was interrupted."""
+        self.compile_grammar(request)
+        output = Output(request, request.ids, earlier.samples, arrival_time=self.engine.clock())
+        output.prompt_logprobs = earlier.prompt_logprobs
+        sequences = [
+            Sequence(request.ids + s.token_ids, len(request.ids), request.params, output, i)
+            for i, s in enumerate(earlier.samples)
+        ]
+        self.engine.import_request(KVTransfer(output, sequences))
+        return output
+
+    def abort(self, request: Request) -> None:
+        """End an unfinished request now."""
+        self.engine.abort(request)
+
+    def step(self) -> list[Output]:
+        """As Engine.step."""
+        return self.engine.step()
 
     def compile_grammar(self, request: Request) -> None:
         """Replace a pattern in params.grammar by its Grammar. ValueError if that is invalid. Does

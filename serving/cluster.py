@@ -9,12 +9,15 @@ a stream survives the death of its replica. Each of N replicas has 1/N of this m
 GPU; one that dies is started again. With MIN:MAX, Ray Serve adds replicas while they have more than
 16 calls each, and removes some while they have fewer.
 
+With --tp T a replica is T ranks (lockstep.py), each with 1/T of its CPUs or a GPU of its own; on
+Ray they are a placement group on one node. If one dies, the others are killed, and their calls
+continue on another replica.
+
 Routing is Preble's E2 (Srivatsa et al. 2024, section 3.2). Exploit: a call goes to the replica that
 has most of its prompt cached, if that is more than half of the prompt and the replica is not
 overloaded. Explore: else to the one of two random replicas that has fewer calls.
 
-Not here: tensor-parallel replicas (--serve refuses --tp: its engine runs on one device), and a
-second HTTP server: if this process ends, its clients' connections break.
+Not here: a second HTTP server; if this process ends, its clients' connections break.
 
 When it loses: Ray costs about a millisecond per event. Equivalence (test_all.py): 50 streams over 2
 replicas, which are killed with -9 at random moments, == the undisturbed run. Needs, for Ray:
@@ -47,13 +50,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import TCPStore
+from tqdm import tqdm
+
 try:
     from ray.serve.request_router import FIFOMixin, RequestRouter
 except ImportError:  # start_replicas says so
     FIFOMixin, RequestRouter = type("FIFOMixin", (), {}), object
 
 from serving.batch import Request
-from serving.failover import Replica, ReplicatedEngine, Update
+from serving.failover import Replica, ReplicatedEngine, Update, run_follower
 
 TARGET_CALLS = 16  # per replica, of autoscaling
 
@@ -152,23 +158,86 @@ def _prompt(pending: Any) -> list[int]:
 
 
 # --------------------------------------------------------------------------------------------------
+# Ranks of a replica
+# --------------------------------------------------------------------------------------------------
+
+
+def rank_store() -> TCPStore:
+    """A store in this process, in which the ranks of a replica rendezvous, as in torchrun's."""
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def rank_env(rank: int, tp: int, store: TCPStore) -> dict[str, str]:
+    """The environment that torchrun would give a rank. It sees no GPU but its own."""
+    env = dict(RANK=rank, LOCAL_RANK=0, WORLD_SIZE=tp, TORCHELASTIC_USE_AGENT_STORE=True)
+    env |= dict(MASTER_ADDR=store.host, MASTER_PORT=store.port)
+    return {name: str(value) for name, value in env.items()}
+
+
+# --------------------------------------------------------------------------------------------------
 # Replicas on Ray Serve
 # --------------------------------------------------------------------------------------------------
 
 
-def ray_options(low: int, high: int, cpus: float, gpus: int, max_calls: int) -> dict[str, Any]:
-    """Options of the deployment: autoscaled if low < high."""
+def ray_options(
+    low: int, high: int, cpus: float, gpus: int, tp: int, max_calls: int
+) -> dict[str, Any]:
+    """Options of the deployment: autoscaled if low < high; a placement group if a replica has
+    several ranks. cpus, gpus: of a rank."""
     bounds = dict(min_replicas=low, max_replicas=high, target_ongoing_requests=TARGET_CALLS)
     bounds |= dict(look_back_period_s=15, upscale_delay_s=5)  # seconds
-    scaling = {"autoscaling_config": bounds} if low < high else {"num_replicas": low}
+    options = {"autoscaling_config": bounds} if low < high else {"num_replicas": low}
+    if tp > 1:
+        bundles = [{"CPU": cpus} | ({"GPU": gpus} if gpus else {}) for _ in range(tp)]
+        options |= dict(placement_group_bundles=bundles, placement_group_strategy="STRICT_PACK")
     resources = {"num_cpus": cpus, "num_gpus": gpus}
-    return dict(max_ongoing_requests=max_calls, ray_actor_options=resources) | scaling
+    return dict(max_ongoing_requests=max_calls, ray_actor_options=resources) | options
+
+
+class RayReplica(Replica):
+    """A deployment of Ray Serve. With --tp, rank 0 starts the others in the other bundles of its
+    placement group; they die with it, and it with them."""
+
+    def __init__(self, argv: list[str], threads: int, tp: int, resources: dict[str, float]):
+        """resources: num_cpus and num_gpus of each rank."""
+        import ray
+
+        if tp > 1:
+            self.store = rank_store()
+            for rank in range(1, tp):
+                options = ray_rank_options(rank, resources, rank_env(rank, tp, self.store))
+                task = ray.remote(run_follower).options(**options).remote(argv, threads)
+                threading.Thread(target=_exit_with, args=(task,), daemon=True).start()
+            os.environ.update(rank_env(0, tp, self.store))
+        super().__init__(argv, threads)
+
+
+def ray_rank_options(
+    rank: int, resources: dict[str, float], env: dict[str, str]
+) -> dict[str, Any]:
+    """Options of a task in a bundle of the placement group of this process."""
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    bundle = PlacementGroupSchedulingStrategy(ray.util.get_current_placement_group(), rank)
+    more = dict(scheduling_strategy=bundle, max_retries=0, runtime_env={"env_vars": env})
+    return resources | more
+
+
+def _exit_with(task: Any) -> None:
+    """End this process if a Ray task fails."""
+    import ray
+
+    try:
+        ray.get(task)
+    except ray.exceptions.RayError:
+        os._exit(1)
 
 
 class RayReplicas:
     """Actors of Ray Serve, on the cluster of RAY_ADDRESS or on one that is started here."""
 
-    def __init__(self, argv: list[str], threads: int, options: dict[str, Any]):
+    def __init__(self, argv: list[str], threads: int, tp: int, options: dict[str, Any]):
         """options: ray_options. ValueError: a replica does not start."""
         import ray
         from ray import serve
@@ -178,11 +247,12 @@ class RayReplicas:
         ray.init(include_dashboard=False, log_to_driver=False, runtime_env=paths)
         serve.start(proxy_location="Disabled")
         router = RequestRouterConfig(request_router_class="serving.cluster.PrefixRouter")
-        deployment = serve.deployment(Replica).options(request_router_config=router, **options)
+        deployment = serve.deployment(RayReplica).options(request_router_config=router, **options)
+        replica = deployment.bind(argv, threads, tp, options["ray_actor_options"])
         try:
-            handle = serve.run(deployment.bind(argv, threads), name="sheaf", route_prefix=None)
+            handle = serve.run(replica, name="sheaf", route_prefix=None)
         except RuntimeError:
-            status = serve.status().applications["sheaf"].deployments["Replica"]
+            status = serve.status().applications["sheaf"].deployments["RayReplica"]
             raise ValueError(f"no replica starts: {status.message.splitlines()[-1]}") from None
         atexit.register(serve.delete, "sheaf")  # a cluster of RAY_ADDRESS would keep it
         self.handle = handle.options(stream=True)
@@ -212,58 +282,90 @@ class RayReplicas:
 # --------------------------------------------------------------------------------------------------
 
 
-class LocalReplicas:
-    """Processes of this machine; one that dies is started again. A call is a connection to the Unix
-    socket of a replica: the arguments of Replica.generate, then its updates."""
+class LocalReplica:
+    """The processes of a replica, which live and die together: rank 0, and with --tp the others."""
 
-    def __init__(self, n: int, argv: list[str], threads: int, gpus: int):
-        """gpus: of each replica, 0 or 1. ValueError: a replica does not start."""
-        self.policy, self.argv, self.threads, self.gpus = PrefixAndLoad(), argv, threads, gpus
+    def __init__(self, folder: str, argv: list[str], threads: int, tp: int, gpu: int | None):
+        """folder: of sockets. gpu: the first of its tp GPUs; None: CPUs."""
+        context = multiprocessing.get_context("forkserver")
+        self.pipe, end = context.Pipe(duplex=False)
+        self.store = rank_store() if tp > 1 else None
+        self.processes = []
+        for rank in range(tp):
+            env = {} if tp == 1 else rank_env(rank, tp, self.store)
+            env |= {} if gpu is None else visible_gpu(gpu + rank)
+            args = env, argv, threads, *((folder, end) if rank == 0 else ())
+            self.processes.append(context.Process(target=_run_rank, args=args, daemon=True))
+            self.processes[-1].start()
+        end.close()
+        self.pid = self.processes[0].pid
+        self.socket = f"{folder}/{self.pid}"
+
+    def describe(self) -> tuple[int, int]:
+        """As Replica.describe, once it has started. ValueError: it does not."""
+        while not self.pipe.poll(0.5):
+            if not self.is_alive():
+                self.kill()
+        try:
+            description = self.pipe.recv()
+        except EOFError:
+            raise ValueError("a replica does not start; its error is above") from None
+        if isinstance(description, ValueError):
+            raise description
+        return description
+
+    def is_alive(self) -> bool:
+        """Other ranks than 0 end without an error only if rank 0 reports one."""
+        return self.processes[0].is_alive() and not any(p.exitcode for p in self.processes)
+
+    def accepts_calls(self) -> bool:
+        return self.is_alive() and os.path.exists(self.socket)
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+
+
+class LocalReplicas:
+    """Processes of this machine; a replica that dies is started again. A call is a connection to
+    the Unix socket of a replica: the arguments of Replica.generate, then its updates."""
+
+    def __init__(self, n: int, argv: list[str], threads: int, tp: int, gpus: int):
+        """gpus: of each rank, 0 or 1. ValueError: a replica does not start."""
+        self.policy = PrefixAndLoad()
         self.folder = tempfile.TemporaryDirectory()  # of sockets; other users cannot enter it
-        self.replicas = [self._start(i) for i in range(n)]  # of each its process, and its pipe
-        for _, pipe in self.replicas:
-            try:
-                self.description = pipe.recv()
-            except EOFError:
-                raise ValueError("a replica does not start; its error is above") from None
-            if isinstance(self.description, ValueError):
-                raise self.description
+        modules = ["serving.run", "serving.failover"] + ["parallel"] * (tp > 1)
+        multiprocessing.set_forkserver_preload(modules)  # a process then starts in 0.2 s, not in 2
+        args = self.folder.name, argv, threads, tp
+        self.start = lambda i: LocalReplica(*args, i * tp if gpus else None)
+        self.replicas = [self.start(i) for i in range(n)]
+        self.description = [replica.describe() for replica in self.replicas][0]
         self.stopped = threading.Event()
         atexit.register(self.stopped.set)
         threading.Thread(target=self._restart_dead, daemon=True).start()
-
-    def _start(self, i: int) -> tuple[Any, Any]:
-        context = multiprocessing.get_context("spawn")
-        pipe, end = context.Pipe(duplex=False)
-        args = self.folder.name, self.argv, self.threads, i if self.gpus else None, end
-        process = context.Process(target=_run_replica, args=args, daemon=True)
-        process.start()
-        end.close()
-        return process, pipe
 
     def describe(self) -> tuple[int, int]:
         """As Replica.describe."""
         return self.description
 
-    def _socket(self, process: Any) -> str:
-        return f"{self.folder.name}/{process.pid}"
-
     def _restart_dead(self) -> None:
         while not self.stopped.wait(0.5):
-            for i, (process, _) in enumerate(self.replicas):
-                if not process.is_alive():
-                    self.replicas[i] = self._start(i)
+            for i, replica in enumerate(self.replicas):
+                if not replica.is_alive():
+                    replica.kill()
+                    self.replicas[i] = self.start(i)
 
     async def call(self, requests: list[Request], *args: Any) -> AsyncIterator[Update]:
         """Replica.generate of the best replica. ConnectionError if it dies."""
-        accepts = lambda p: p.is_alive() and os.path.exists(self._socket(p))
-        while not (alive := {p.pid: p for p, _ in self.replicas if accepts(p)}):
+        while not (alive := {r.pid: r for r in self.replicas if r.accepts_calls()}):
             await asyncio.sleep(0.1)
         pid = self.policy.choose(requests[0].ids, alive)[0]
         self.policy.record(requests[0].ids, pid)
         self.policy.calls[pid] += 1
         try:
-            reader, writer = await asyncio.open_unix_connection(self._socket(alive[pid]))
+            reader, writer = await asyncio.open_unix_connection(alive[pid].socket)
             try:
                 await _send(writer, (requests, *args))
                 while isinstance(update := await _receive(reader), Update):
@@ -272,7 +374,6 @@ class LocalReplicas:
                 writer.close()
         except (OSError, EOFError):
             alive[pid].kill()
-            alive[pid].join()
             self.policy.forget(pid)
             raise ConnectionError("the replica died") from None
         finally:
@@ -281,20 +382,29 @@ class LocalReplicas:
             raise update
 
 
-def _run_replica(folder: str, argv: list[str], threads: int, gpu: int | None, pipe: Any) -> None:
-    """The process of a replica: sends its description or its ValueError, then accepts calls until
-    its parent ends."""
+def visible_gpu(gpu: int) -> dict[str, str]:
+    """The environment of a process that has one of the GPUs that are visible here."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return {"CUDA_VISIBLE_DEVICES": visible.split(",")[gpu] if visible else str(gpu)}
+
+
+def _run_rank(
+    env: dict[str, str], argv: list[str], threads: int, folder: str = "", pipe: Any = None
+) -> None:
+    """A process of a replica, until its parent ends. Rank 0 has a pipe: it sends its description or
+    its ValueError, then accepts calls."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the server drains first
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-    if gpu is not None:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[gpu] if visible else str(gpu)
+    os.environ.update(env)
+    tqdm.set_lock(threading.RLock())  # instead of a semaphore, which a killed process leaks
+    if pipe is None:
+        return run_follower(argv, threads)
     try:
         replica = Replica(argv, threads)
     except ValueError as e:
         return pipe.send(e)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     asyncio.run(_accept_calls(replica, f"{folder}/{os.getpid()}", pipe))
 
 
@@ -345,15 +455,17 @@ def start_replicas(own: argparse.Namespace, args: Any, argv: list[str]) -> Any:
     if not all(n.isdecimal() and int(n) for n in numbers) or int(numbers[0]) > int(numbers[1]):
         raise ValueError(f"--replicas must be N or MIN:MAX, not {own.replicas!r}")
     low, high = map(int, numbers)
-    cpus = len(os.sched_getaffinity(0)) / high
+    tp = args.tp or 1
+    cpus = len(os.sched_getaffinity(0)) / (high * tp)  # of a rank
     cpus = math.floor(cpus) if cpus > 1 else math.floor(100 * cpus) / 100
     gpus, threads = int(torch.cuda.is_available() and args.device in (None, "cuda")), int(cpus) or 1
     if own.backend == "mp":
         if low < high:
             raise ValueError("--backend mp has no autoscaling; use --replicas N")
-        if gpus and high > torch.cuda.device_count():
-            raise ValueError(f"--replicas {high}: there are {torch.cuda.device_count()} GPUs")
-        return LocalReplicas(high, argv, threads, gpus)
+        if gpus and high * tp > torch.cuda.device_count():
+            where = f"--replicas {high}" + (f" --tp {tp}" if tp > 1 else "")
+            raise ValueError(f"{where}: there are {torch.cuda.device_count()} GPUs")
+        return LocalReplicas(high, argv, threads, tp, gpus)
     try:
         import ray.serve  # noqa: F401
     except ImportError:
@@ -361,7 +473,7 @@ def start_replicas(own: argparse.Namespace, args: Any, argv: list[str]) -> Any:
             'serving.cluster requires ray: pip install "ray[serve]==2.60.0", or use --backend mp'
         ) from None
     max_calls = args.max_queue + args.max_num_seqs
-    return RayReplicas(argv, threads, ray_options(low, high, cpus, gpus, max_calls))
+    return RayReplicas(argv, threads, tp, ray_options(low, high, cpus, gpus, tp, max_calls))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -21,15 +21,16 @@ import asyncio
 import os
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 from paged_kv import Output, Sample
 from serving.async_engine import AsyncEngine, LogProb, Piece, Progress, Stats, Stream
-from serving.batch import Request
+from serving.batch import Request, Service
+from serving.lockstep import follow, on_rank0
 
 MAX_FAILURES = 10  # replicas of a call that may die; then it ends with an error
 RETRY_SECONDS = 0.1  # before the third replica, 0.2 before the fourth, and so on: a router may
@@ -47,19 +48,41 @@ class Update:
     error: str | None = None
 
 
+@contextmanager
+def rank_service(argv: list[str], threads: int) -> Iterator[Service]:
+    """The Service of this process, which is one of several ranks if torchrun's variables are set.
+    argv: the flags of generate.py --serve. ValueError names a wrong one, on all ranks."""
+    import torch
+
+    from generation.config import parse_args
+    from generation.ranks import process_group
+    from serving.run import build_service
+
+    torch.set_num_threads(threads)
+    args = parse_args(argv)
+    with process_group(args):
+        with torch.inference_mode():
+            service = build_service(args)
+        yield service
+
+
+def run_follower(argv: list[str], threads: int) -> None:
+    """Ranks of a replica other than 0. Returns only if no rank could start."""
+    with ExitStack() as stack:
+        try:
+            service = stack.enter_context(rank_service(argv, threads))
+        except ValueError:  # rank 0 reports it
+            return
+        follow(service)
+
+
 class Replica:
-    """An Engine in this process; a deployment of Ray Serve."""
+    """An Engine in this process, or rank 0 of one."""
 
     def __init__(self, argv: list[str], threads: int):
-        """argv: the flags of generate.py --serve. ValueError names a wrong one."""
-        import torch
-
-        from generation.config import parse_args
-        from serving.run import build_service
-
-        torch.set_num_threads(threads)
-        with torch.inference_mode():
-            self.service = build_service(parse_args(argv))
+        """As rank_service."""
+        self.ranks = ExitStack()  # closed with the process
+        self.service = on_rank0(self.ranks.enter_context(rank_service(argv, threads)))
         self.id, self.engine = uuid.uuid4().hex, None  # an AsyncEngine needs a loop
 
     async def describe(self) -> tuple[int, int]:

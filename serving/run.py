@@ -12,6 +12,7 @@ import importlib.util
 import json
 import math
 import os
+import signal
 import socket
 import sys
 import time
@@ -39,6 +40,7 @@ from huggingface.weights import read_config
 from model import CONFIGS, ModelConfig, Transformer
 from serving import batch as serving_batch
 from serving.disaggregated import Placement, Worker, placements, search
+from serving.lockstep import follow, on_rank0
 from serving.policies import make_policy
 from serving.traces import FRESH, Arrival, generate
 
@@ -292,16 +294,22 @@ def serve(args: GenerateConfig) -> None:
         from serving import server
     except ImportError as e:
         raise ValueError(f"--serve requires {e.name}: pip install -r requirements.txt") from None
-    listener = bind(args)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    listener = run_on_all_or_raise(lambda: bind(args) if rank == 0 else None)
     service = build_service(args)
     if service.engine.model.embed.weight.is_cuda:  # on a CPU, compiling all shapes takes minutes
         service.engine.warm_up()
+    if rank:
+        for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 drains
+            signal.signal(number, signal.SIG_IGN)
+        return follow(service)
     capacity, V = service.engine.capacity, service.engine.model.config.vocab_size
     model = served_model(args, service.tokenizer, capacity, V)
-    make_engine = partial(server.AsyncEngine, service)
-    device = device_name(service.engine.model.embed.weight.device)
+    make_engine = partial(server.AsyncEngine, on_rank0(service))
+    device = device_name(service.engine.model.embed.weight.device, args.mesh)
     with saved_adapters(service):
         serve_engine(args, make_engine, model, listener, device)
+    broadcast_object(None)  # to `follow`
 
 
 @contextmanager

@@ -15,7 +15,7 @@ Last-Event-ID and gets what it missed and no more: tokens that were sampled are 
 and the engine continues after them. With ?repeat_unacked=1 every event has the text that is not
 acknowledged by POST /v1/acks, for proxies that forward events in datagrams (unacked.py).
 
-Needs: starlette, uvicorn, prometheus_client. Proofs: test_all.py, with the clients openai, curl and
+Needs: starlette, uvicorn. Proofs: test_all.py, with the clients openai, curl and
 lm_eval.
 """
 
@@ -42,7 +42,6 @@ from typing import Any
 
 import h11
 import uvicorn
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -54,6 +53,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from huggingface.tokenizer import one_line
 from paged_kv import Output, Sample
 from serving.async_engine import AsyncEngine, Progress, Stats, Stream
+from serving.metrics import Metrics, log_line
 from serving.openai_api import APIError, Call, Model, ResponseWriter, encode, invalid
 from serving.openai_api import known_fields, parse_chat, parse_completion
 from serving.unacked import UnackedTail
@@ -74,58 +74,6 @@ class Limits:
     max_calls_per_key: int = 1024  # at once
     request_timeout: float = 600.0
     drain_timeout: float = 60.0
-
-
-class Metrics:
-    """Prometheus metrics, with vLLM's names after `sheaf:`."""
-
-    def __init__(self):
-        self.registry = CollectorRegistry()
-        to = dict(registry=self.registry)
-        buckets = [0.001 * 2**i for i in range(17)]  # 1 ms to 65 s
-        gauge = lambda name, text: Gauge(f"sheaf:{name}", text, **to)
-        counter = lambda name, text, *labels: Counter(f"sheaf:{name}", text, labels, **to)
-        histogram = lambda name, text: Histogram(f"sheaf:{name}", text, buckets=buckets, **to)
-        self.gauges = {
-            "running": gauge("num_requests_running", "sequences in the batch"),
-            "waiting": gauge("num_requests_waiting", "sequences in the queue"),
-            "kv_usage": gauge("kv_cache_usage_perc", "fraction of KV blocks in use"),
-        }
-        self.totals = {
-            "preemptions": counter("num_preemptions", "preempted sequences"),
-            "prefix_queries": counter("prefix_cache_queries", "tokens looked up"),
-            "prefix_hits": counter("prefix_cache_hits", "tokens found cached"),
-        }
-        self.last_totals = Counts[str]()  # the values of totals
-        self.prompt_tokens = counter("prompt_tokens", "prompt tokens")
-        self.new_tokens = counter("generation_tokens", "generated tokens")
-        self.finished = counter("request_success", "finished requests", "finished_reason")
-        self.ttft = histogram("time_to_first_token_seconds", "arrival to first token")
-        self.itl = histogram("inter_token_latency_seconds", "time between tokens")
-        self.e2e = histogram("e2e_request_latency_seconds", "arrival to last token")
-
-    def update(self, stats: Stats) -> None:
-        """The state of the engine after a step."""
-        for name, gauge in self.gauges.items():
-            gauge.set(stats[name])
-        for name, counter in self.totals.items():
-            counter.inc(max(0, stats[name] - self.last_totals[name]))
-            self.last_totals[name] = stats[name]
-
-    def observe(self, stream: Stream, new_tokens: int) -> None:
-        """Count the requests and new tokens of a stream that has finished."""
-        self.new_tokens.inc(new_tokens)
-        for choice, progress in enumerate(stream.progress):
-            self.finished.labels(progress.finish_reason or "abort").inc()
-            request, output, sample = stream.sample(choice)
-            times = output.timestamps[1:]
-            if sample == 0:
-                self.prompt_tokens.inc(len(request.ids))
-            if sample == 0 and times:
-                self.ttft.observe(times[0] - output.arrival_time)
-                self.e2e.observe(times[-1] - output.arrival_time)
-                for a, b in zip(times, times[1:]):
-                    self.itl.observe(b - a)
 
 
 @dataclass
@@ -346,7 +294,7 @@ class Server:
         return Response(status_code=200 if healthy else 503)
 
     async def show_metrics(self, request: HTTPRequest) -> Response:
-        return Response(generate_latest(self.metrics.registry), media_type="text/plain")
+        return Response(self.metrics.text(), media_type="text/plain")
 
 
 def _error(e: APIError) -> Response:
@@ -458,7 +406,8 @@ class Generation:
         self.n_tokens = sum(progress.tokens for progress in self.stream.progress)
         self.server.engine.close_stream(self.stream, self._end)
         self.server.metrics.observe(self.stream, max(0, self.n_tokens - self.n_counted))
-        self._log()
+        seconds, usage = time.monotonic() - self.begun, self.writer.usage()
+        print(log_line(self.call, self.stream, usage, self.key, seconds), file=sys.stderr)
 
     def _end(self) -> None:
         self.end_time, self.size = time.monotonic(), self._size()
@@ -481,19 +430,6 @@ class Generation:
         for part in (*self.samples, *self.stream.outputs):
             ids += [best for _, best, _ in getattr(part, "prompt_logprobs", part.logprobs)]
         return sum(map(len, ids))
-
-    def _log(self) -> None:
-        stream, output, usage = self.stream, self.stream.outputs[0], self.writer.usage()
-        waits = [t - output.arrival_time for t in output.timestamps[:2]] + [math.nan] * 2
-        reasons = {p.finish_reason or "abort" for p in stream.progress}
-        user = f" user {self.call.user[:64]!r}" if self.call.user else ""
-        print(
-            f"{self.call.id} key {self.key}{user}: {usage['prompt_tokens']}+"
-            f"{usage['completion_tokens']} tokens, queue {waits[0]:.3f} s, TTFT {waits[1]:.3f} s, "
-            f"total {time.monotonic() - self.begun:.3f} s, "
-            f"{stream.error or '/'.join(sorted(reasons))}",
-            file=sys.stderr,
-        )
 
 
 class EventStream(StreamingResponse):
