@@ -20130,20 +20130,35 @@ def finetune_job(out: Path, **changes) -> finetune.FinetuneJob:
     return finetune.FinetuneJob(["x"], str(out), **sizes | changes)
 
 
+def finetune_plainly(model: M.Transformer, job: finetune.FinetuneJob, text: torch.Tensor) -> list:
+    """The losses of a job on whole batches; saves the adapter to job.out."""
+    model = LO.apply_lora_(copy.deepcopy(model), job.rank, 2 * job.rank, seed=job.seed)
+    params, found = [*LO.adapter_parameters(model).values()], []
+    optimizer = torch.optim.AdamW(params, betas=(0.9, 0.95))
+    for step in range(job.steps):
+        rows = DA.get_batch(text, job.seed, step, range(2), 2, job.seq_len)
+        logits = model(rows[:, :-1], torch.arange(job.seq_len)).flatten(0, 1)
+        loss = F.cross_entropy(logits, rows[:, 1:].flatten())
+        grads = torch.autograd.grad(loss, params, allow_unused=True)
+        norm = sum(g.square().sum() for g in grads if g is not None).sqrt()
+        for p, g in zip(params, grads):
+            p.grad = None if g is None else g * min(1, 1 / norm)
+        optimizer.param_groups[0]["lr"] = OP.learning_rate(step, job.steps, job.lr)
+        optimizer.step()
+        found.append(loss.item())
+    LO.save_adapters(model, job.out, "", HF.hf_modules(model).__getitem__)
+    return found
+
+
 @pytest.mark.parametrize("config", [tiny(), latent()], ids=["grouped", "latent"])
 def test_finetune_beside_requests_equals_alone(config, tmp_path):
-    """In the steps of an Engine whose requests come and go, the adapter is that of whole sequences
-    (1e-5), every step is within its budget of tokens, and the requests' tokens are the same. The
-    first loss is the base model's."""
+    """In the steps of an Engine whose requests come and go, the adapter is that of a plain loop
+    over whole batches (1e-5), every step is within its budget of tokens, and the requests' tokens
+    are the same."""
     model, rng = random_model(config, 1).double(), random.Random(0)
     text = torch.tensor([rng.randrange(model.config.vocab_size) for _ in range(500)])
     prompts = [rng.choices(range(9, 60), k=rng.randint(1, 30)) for _ in range(14)]
-    alone = finetune.FineTuner(model, finetune_job(tmp_path / "alone", window=24), text)
-    while not alone.finished:
-        alone(24)
-    rows = DA.get_batch(text, 0, 0, range(2), 2, 24)
-    logits = model(rows[:, :-1], torch.arange(24)).flatten(0, 1)
-    assert alone.losses[0] == pytest.approx(F.cross_entropy(logits, rows[:, 1:].flatten()).item())
+    alone = finetune_plainly(model, finetune_job(tmp_path / "alone"), text)
     want = P.Engine(model, num_blocks=60, block_size=4).generate(prompts, greedy(8))
     engine = P.Engine(model, num_blocks=60, block_size=4, max_num_batched_tokens=16)
     tuner = finetune.FineTuner(model, finetune_job(tmp_path / "beside"), text)
@@ -20161,7 +20176,7 @@ def test_finetune_beside_requests_equals_alone(config, tmp_path):
     assert [got[i] for i in range(len(prompts))] == [o.token_ids for o in want]
     assert max(a + b for a, b in used) <= 16 and sum(b for _, b in used) == 3 * 2 * 24 * 2
     assert sum(a > 0 and b > 0 for a, b in used) > 5  # steps that had both
-    assert tuner.losses == pytest.approx(alone.losses, rel=1e-5) and tuner.losses[2] < tuner.losses[0]
+    assert tuner.losses == pytest.approx(alone, rel=1e-5) and alone[2] < alone[0]
     for name in (LO.WEIGHTS, LO.CONFIG):
         a, b = (tmp_path / x / name for x in ("alone", "beside"))
         if name == LO.CONFIG:
@@ -20186,12 +20201,14 @@ def test_finetune_flag_trains_while_it_serves(tmp_path, monkeypatch):
         assert done.code == 0, done.err
         results.append([*map(json.loads, file.with_suffix(".results.jsonl").open())])
     assert results[0] == results[1] and "2 of 2 steps" in done.err
-    (tmp_path / "job.json").write_text(json.dumps(job | dict(steps=10**6)))
+    job |= dict(steps=10**6, out=str(tmp_path / "interrupted"))
+    (tmp_path / "job.json").write_text(json.dumps(job))
     monkeypatch.setattr(V, "run_batch", MagicMock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         SRUN.batch(G.parse_args([f"--batch={file}", f"--finetune={tmp_path / 'job.json'}"]))
-    adapted = run_generate("def f(", "--adapter", tmp_path / "out", "--max-new-tokens", 2)
-    assert adapted.code == 0, adapted.err
+    for name in ("out", "interrupted"):
+        adapted = run_generate("def f(", "--adapter", tmp_path / name, "--max-new-tokens", 2)
+        assert adapted.code == 0, adapted.err
 
 
 def finetune_refused(job: dict):

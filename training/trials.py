@@ -25,6 +25,9 @@ supported: mixtures of experts, whose shapes depend on the data. Part of train.p
 
 from __future__ import annotations
 
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("run: python -m training.trials --help")
+
 import argparse
 import sys
 import tempfile
