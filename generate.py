@@ -8,6 +8,8 @@
     python generate.py --dummy llama3.1-8b --prompt-tokens 128 --compile --bench
     python generate.py --quantize int4                       weights quantized while loading
     python generate.py --speculate ngram                     speculative decoding
+    python generate.py --early-exit 0.99                     tokens that need fewer layers
+    python generate.py --cascade FILE.json                   a small model answers first
     python generate.py --json-schema FILE                    JSON that is valid under the schema
     python generate.py --batch requests.jsonl                many requests, continuous batching
     python generate.py --bench-serving 200 --request-rate 10 throughput and latency under load
@@ -27,6 +29,7 @@ SamplingParams, in every mode. --n generates several continuations of one prompt
 reading the weights once for all; continuation i equals a run with seed + i. --interactive keeps the
 KV cache across turns and prefills only new tokens. --speculate drafts tokens cheaply and verifies
 them in one step: the same distribution, and the same text when greedy (speculative.py).
+--early-exit runs fewer layers for some tokens, and may change the text (generation/early_exit.py).
 
 --tp, --pp and --ep shard the weights and the KV cache over ranks (generation/load.py,
 parallelism/pipeline_inference.py). The text is that of one process up to summation order; with
@@ -72,6 +75,7 @@ from generation.bench import RunTimings, device_name, measure_bandwidth, speedup
 from generation.bench import summary_line, time_steps
 from generation.chat import Chat, chat_loop
 from generation.config import CHAT_CONTEXT, DTYPES, GenerateConfig, parse_args
+from generation.early_exit import build_early_exit
 from generation.load import is_quantized, load, load_draft, moe_layers, open_gguf
 from generation.load import optimize_for_inference_, pick_device
 from generation.perplexity import perplexity, read_text
@@ -179,7 +183,8 @@ class Decoder:
         self.logits = torch.zeros(batch, V, dtype=dtype, device=device) if keep_logits else None
         self.last_step: tuple[Tensor, Tensor] | None = None  # logits (B, T, V), sampled ids (B, T)
         self.weight_bytes = weight_bytes(model, batch)
-        self.speculator: Any = None  # a drafting.Speculator, which then runs the steps
+        # a drafting.Speculator or an early_exit.ExitSteps, which then runs the steps
+        self.speculator: Any = None
         self.broadcast: Callable[[Tensor], Any] | None = None  # from rank 0, with --ep
         self.run = self._compile() if compiled else lambda: self._step(self.num_cached + 1)
 
@@ -206,6 +211,13 @@ class Decoder:
         self.run()
         self.num_cached += 1  # only after the whole step: Ctrl-C may interrupt it anywhere
         return self.check_finite(self._tokens())
+
+    def finish_step(self, logits: Tensor) -> list[list[int]]:
+        """The next tokens of every row, from the logits (B, V) of a step that the caller ran."""
+        self._sample(logits)
+        self.position.add_(1)
+        self.num_cached += 1
+        return self._tokens()
 
     def stop(self) -> None:
         """Called when all rows have finished: a no-op here; PipelineDecoder stops its stages."""
@@ -258,7 +270,8 @@ class Decoder:
     def bytes_per_step(self) -> int:
         """Bytes read by the last step: weights, and the part of the cache that was read."""
         whole = self.compiled and self.attention is sdpa
-        return self.weight_bytes + self.cache.bytes_read(None if whole else self.num_cached)
+        weights = self.weight_bytes - getattr(self.speculator, "bytes_skipped", 0)
+        return weights + self.cache.bytes_read(None if whole else self.num_cached)
 
 
 def weight_bytes(model: Transformer, batch: int = 1) -> int:
@@ -319,27 +332,32 @@ def run_rows(
 
 
 def generate(args: GenerateConfig) -> None:
-    """Continue a prompt, and print a summary."""
+    """Continue a prompt, and print a summary. With --cascade the small model does if it can."""
     read_prompt = partial(prompt_text, args)
     text = "" if args.prompt_tokens is not None else rank0_then_broadcast(read_prompt)
+    if args.cascade is not None:
+        from generation import cascade
+
+        gate = cascade.read_gate(args)
+        if gate.asks_small and complete(cascade.small_args(args, gate), text, gate):
+            return
+    complete(args, text)
+
+
+def complete(args: GenerateConfig, text: str, gate: Any = None) -> bool:
+    """Continue `text`, streamed, and print a summary. With a cascade.Gate, only if that keeps the
+    answer. Returns whether it was printed."""
     begin = time.perf_counter()
     device = run_on_all_or_raise(partial(pick_device, args.device))
     model, tokenizer = run_on_all_or_raise(partial(load, args, device))
     ids = prompt_ids(args, text, tokenizer, model.config)
-    room = model.config.context - len(ids)
-    max_new = min(args.max_new_tokens, room)
-    if max_new < args.max_new_tokens:
-        print(
-            f"generate.py: --max-new-tokens {args.max_new_tokens} lowered to {max_new} to fit the "
-            f"model's context of {model.config.context}",
-            file=sys.stderr,
-        )
+    max_new = fit_to_context(args, len(ids), model.config.context)
     no_eos = args.ignore_eos or args.bench or args.dummy
     eos = () if no_eos else eos_ids(args.checkpoint, model.config.eos_ids)
     decoder = build_decoder(args, model, tokenizer, len(ids) + max_new, eos)
     load_seconds = IMPORT_SECONDS + time.perf_counter() - begin
 
-    quiet = args.json or args.bench
+    quiet = args.json or args.bench or gate is not None
     # with --n, texts cannot be streamed
     show = partial(print, end="", flush=True) if not quiet and args.n == 1 else lambda text: None
     continues = args.prompt_tokens is None and not args.chat  # the text continues the prompt's
@@ -370,11 +388,32 @@ def generate(args: GenerateConfig) -> None:
         runs.append(run())
     if args.bench:
         runs, baseline = runs[1:], baseline[1:]  # the first is a warm-up
-    summary = summarize(runs, len(ids), load_seconds, measure_bandwidth(device))
+    confidence = {}
+    if gate is not None:
+        confidence = {"confidence": gate.confidence([e["logprob"] for e in rows[0].logprobs])}
+        if not gate.keeps(confidence["confidence"]):
+            return False
+        args.logprobs = None  # they were for the gate
+        if not args.json:
+            print((text if continues else "") + rows[0].text, end="")
+    summary = confidence | summarize(runs, len(ids), load_seconds, measure_bandwidth(device))
     if speculator is not None:
-        summary |= speculator.stats.summary() | speedup(runs, baseline)
+        summary |= speculator.summary() | speedup(runs, baseline)
     report(args, text if continues else "", rows, summary)
     print(summary_line(summary, device_name(device, args.mesh)), file=sys.stderr)
+    return True
+
+
+def fit_to_context(args: GenerateConfig, n_prompt: int, context: int) -> int:
+    """--max-new-tokens, lowered with a message to what the model's context leaves."""
+    max_new = min(args.max_new_tokens, context - n_prompt)
+    if max_new < args.max_new_tokens:
+        print(
+            f"generate.py: --max-new-tokens {args.max_new_tokens} lowered to {max_new} to fit the "
+            f"model's context of {context}",
+            file=sys.stderr,
+        )
+    return max_new
 
 
 def build_decoder(
@@ -394,12 +433,7 @@ def build_decoder(
     # ring buffers for layers with sliding windows, where every step attends through KVCache.attend
     # and none goes back further than the rejected drafts
     ring = attention is sdpa and not args.interactive and args.speculate != "tree"
-    lookahead, params = 0, args.sampling_params
-    if args.grammar is not None:
-        from generation.structured import Vocabulary
-
-        grammar = Vocabulary.of(tokenizer, V, eos).grammar(args.grammar)
-        params = replace(params, grammar=grammar)
+    lookahead, params = 0, sampling_params(args, tokenizer, V, eos)
     if args.speculate or args.grammar is not None:
         from generation import drafting
 
@@ -437,7 +471,21 @@ def build_decoder(
         decoder.speculator = speculator
     if args.grammar is not None:
         drafting.jump_forced_tokens(decoder, lookahead)
+    if args.early_exit is not None:
+        decoder.speculator = build_early_exit(args, decoder, tokenizer)
     return decoder
+
+
+def sampling_params(
+    args: GenerateConfig, tokenizer: Tokenizer, vocab_size: int, eos: Sequence[int]
+) -> SamplingParams:
+    """The SamplingParams of the flags, with the grammar compiled."""
+    if args.grammar is None:
+        return args.sampling_params
+    from generation.structured import Vocabulary
+
+    grammar = Vocabulary.of(tokenizer, vocab_size, eos).grammar(args.grammar)
+    return replace(args.sampling_params, grammar=grammar)
 
 
 def pick_attention(name: str, fixed_max: float | None = None) -> AttendFactory:

@@ -98,7 +98,7 @@ def summarize(
 
 
 def speedup(runs: list[RunTimings], baseline: list[RunTimings]) -> dict[str, Any]:
-    """Speedup over `baseline`, the same runs without drafts; {} if there is none."""
+    """Speedup over `baseline`, the same runs without drafts or exits; {} if there is none."""
     if not baseline or runs[-1].tokens < 2:
         return {}
     med = lambda runs: statistics.median(r.decode_tokens / r.decode_seconds for r in runs)
@@ -121,6 +121,8 @@ def summary_line(s: dict[str, Any], device: str) -> str:
             f"GB/s, {s['bandwidth_share']:.0%} of the "
             f"{s['device_gigabytes_per_second']:.1f} GB/s measured here"
         )
+    if "confidence" in s:
+        line += f"; the small model's answer, confidence {s['confidence']:.3f}"
     if s.get("verifications"):
         rates = s["acceptance"]
         while len(rates) > 1 and rates[-1] == 0 == rates[-2]:
@@ -130,9 +132,13 @@ def summary_line(s: dict[str, Any], device: str) -> str:
         line += f"drafts accepted {accepted}"
     elif "verifications" in s:
         line += "; no drafts"
+    elif "layers_per_step" in s:
+        line += f"; {s['layers_per_step']:.2f} layers per token"
+        if s["agreement"] is not None:
+            line += f", {s['agreement']:.1%} of the tokens are the full model's"
     if "speedup" in s:
-        line += f"; {s['speedup']:.2f}x the "
-        line += f"{s['baseline_tokens_per_second']:.1f} tok/s without drafts"
+        line += f"; {s['speedup']:.2f}x the {s['baseline_tokens_per_second']:.1f} tok/s without "
+        line += "exits" if "layers_per_step" in s else "drafts"
     return line
 
 

@@ -138,7 +138,8 @@ class GenerateConfig(Settings):
     quantize_skip: str = rare(
         "", "layers to keep in 16 bit: comma-separated names or substrings of names")
     calibration_text: Path | None = rare(
-        None, "text for --calibrate and --quantize-report (default: Python's standard library)")
+        None, "text for --calibrate and --quantize-report (default: Python's standard library), or "
+        "to fit the ramps of --early-exit (default: the model's own norm and head)")
     plot: Path | None = rare(None, "with --quantize-report: plot of loss by bytes")
 
     # speculative decoding
@@ -166,6 +167,22 @@ class GenerateConfig(Settings):
     forced_acceptance: float | None = rare(
         None, "with --bench: accept drafts with this probability, unverified; the text has no "
         "meaning", "0 or more")
+
+    # early exit
+    early_exit: str | None = flag(
+        None, "decode with fewer layers (generation/early_exit.py): from A layers for the first "
+        "new token to B for the last; or tokens exit where a ramp is confident, and this share of "
+        "them is the full model's", metavar="A:B|SHARE")
+    exit_ramps: str = rare("", "with --early-exit SHARE: layers before each ramp (two thirds)")
+
+    # cascade
+    cascade: Path | None = flag(
+        None, "a small model answers first, and --checkpoint where that one is not sure: its "
+        "folder, or a file of python -m generation.cascade; also with --serve",
+        metavar="DIR|FILE.json")
+    cascade_threshold: float | None = flag(
+        None, "keep the small model's answer from this confidence on; 0: always, 1: never "
+        "(default: the file's)", "0 or more", metavar="X")
 
     # many requests
     batch: Path | None = flag(
@@ -243,7 +260,8 @@ DESCRIPTION = "text generation from a checkpoint: prompts, chat, perplexity, bat
 GROUPS = {  # the first field of each group of --help
     "prompt": "prompt", "max_new_tokens": "sampling", "device": "model and device",
     "tp": "many devices: torchrun --nproc-per-node N -- generate.py ...",
-    "quantize": "quantization", "speculate": "speculative decoding", "batch": "many requests",
+    "quantize": "quantization", "speculate": "speculative decoding", "early_exit": "early exit",
+    "cascade": "cascade", "batch": "many requests",
 }  # fmt: skip
 SAMPLING = "max_new_tokens n temperature top_k top_p min_p seed stop ignore_eos repetition_penalty "
 SAMPLING += "presence_penalty frequency_penalty min_new_tokens logit_bias regex json_schema"
@@ -256,7 +274,8 @@ REQUIRES = [
     ("ctx_size", "interactive"), ("out", "batch"), ("reorder", "batch"),
     ("group_size", "quantize quantize_report"),
     ("quantize_skip", "quantize quantize_report"), ("calibrate", "quantize"),
-    ("calibration_text", "calibrate=gptq|awq|smoothquant|tacq|bias quantize_report"),
+    ("calibration_text", "calibrate=gptq|awq|smoothquant|tacq|bias quantize_report early_exit"),
+    ("exit_ramps", "early_exit"), ("cascade_threshold", "cascade"),
     ("plot", "quantize_report"),
     ("draft_model", "speculate=draft|staged|tree|head"), ("speculate_k", "speculate"),
     ("draft_coupled", "speculate"), ("exit_layers", "speculate=exit"),
@@ -285,7 +304,7 @@ EXCLUDES = [
     ("serve", f"{SINGLE} json batch bench_serving {SAMPLING}",
      "the requests come from its clients"),
     ("program", "prompt_tokens interactive chat perplexity bench attention json batch "
-     "bench_serving serve n regex json_schema", "its calls are the requests"),
+     "bench_serving serve n regex json_schema cascade early_exit", "its calls are the requests"),
     ("program", "tp pp ep", "its engine runs on one device"),
     ("interactive", "prompt json bench prompt_tokens chat perplexity logprobs dummy n",
      "it reads a line at a time"),
@@ -312,7 +331,8 @@ EXCLUDES = [
     ("policy=longest-prefix", "prefix_cache=False", "no prompt is cached"),
     ("reorder", "prefix_cache=False", "no prompt is cached"),
     ("adapter", "quantize save quantize_report dummy ep tp pp", "it is merged into 16-bit weights"),
-    ("finetune", "dummy quantize offload tp pp ep compile", "it trains on 16-bit weights in place"),
+    ("finetune", "dummy quantize offload tp pp ep compile cascade",
+     "it trains on 16-bit weights in place"),
     ("prompt_tokens", "prompt chat", "the prompt is random"),
     ("regex", "json_schema", "a text has one grammar"),
     *((name, "compile pp ep shard_batch", "it masks on the host and drafts forced tokens")
@@ -320,6 +340,12 @@ EXCLUDES = [
     ("interactive", "regex json_schema", "replies are free text"),
     ("bench_serving", "regex json_schema", "its requests are random"),
     ("dummy", "checkpoint chat regex json_schema", "it has random weights and no tokenizer"),
+    ("early_exit", "interactive perplexity save quantize_report batch bench_serving serve",
+     "it decodes after one prompt"),
+    ("early_exit", "speculate regex json_schema", "they run the steps themselves"),
+    ("early_exit", "compile tp pp ep offload", "its steps differ in their layers"),
+    ("cascade", "interactive perplexity save quantize_report batch bench_serving bench n logprobs "
+     "dummy prompt_tokens tp pp ep", "two models answer one text after the other"),
     ("bench", "stop logprobs ignore_eos regex json_schema", "runs have a fixed length"),
     ("ignore_eos", "regex json_schema", "EOS ends their text"),
 ]
@@ -354,7 +380,10 @@ def parse_args(argv: list[str]) -> GenerateConfig:
             raise ValueError(f"--offload {args.offload!r}: must be cpu or a folder that exists")
     if args.disaggregate not in (None, "auto"):
         args.disaggregate = parse_placement(args.disaggregate)
+    if args.cascade_threshold is not None and args.cascade_threshold > 1:
+        raise ValueError(f"--cascade-threshold must be from 0 to 1, not {args.cascade_threshold}")
     args.slo = parse_slo(args.slo)
+    args.early_exit, args.exit_ramps = parse_exits(args)
     try:
         make_policy(args.policy)
     except ValueError as e:
@@ -397,6 +426,30 @@ def parse_slo(text: str) -> tuple[float, float]:
     except ValueError:
         raise ValueError(f"--set slo must be A:B, two positive numbers, not {text!r}") from None
     return a, b
+
+
+def parse_exits(args: GenerateConfig) -> tuple[tuple[int, int] | float | None, list[int]]:
+    """--early-exit, as (A, B) layers or a share, and exit_ramps. ValueError names the setting."""
+    text, ramps = args.early_exit, args.exit_ramps.split(",") if args.exit_ramps else []
+    if not all(map(str.isdecimal, ramps)) or sorted(set(map(int, ramps))) != [*map(int, ramps)]:
+        raise ValueError(f"--set exit_ramps must be rising numbers A,B,..., not {args.exit_ramps}")
+    if "0" in ramps:
+        raise ValueError("--set exit_ramps must be 1 or more, not 0")
+    if text is None:
+        return None, []
+    if match := re.fullmatch(r"([1-9]\d{0,8}):([1-9]\d{0,8})", text):
+        first, last = map(int, match.groups())
+        if first < last or ramps:
+            why = "has no ramps; remove exit_ramps" if ramps else "must not rise"
+            raise ValueError(f"--early-exit {text}: a depth that depends on the position {why}")
+        return (first, last), []
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.nan
+    if not 0 < share <= 1:
+        raise ValueError(f"--early-exit must be A:B layers, A >= B, or a share to 1, not {text!r}")
+    return share, [*map(int, ramps)]
 
 
 def parse_placement(text: str) -> Placement:

@@ -39,7 +39,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from generation.config import GenerateConfig
-from generation.cpu_decode import install_
+from generation.early_exit import slice_layers
 from generation.perplexity import read_text
 from generation.sampling import Sampler, sample
 from generation.structured import MAX_FORCED_TOKENS, ForcedPolicy, ForcedTokens
@@ -283,6 +283,10 @@ class Speculator:
     def reset(self) -> None:
         """Discard the measurements."""
         self.policy, self.stats = self.new_policy(), AcceptanceStats()
+
+    def summary(self) -> dict[str, Any]:
+        """The counts, under the keys that --json prints."""
+        return self.stats.summary()
 
     def observe(self, start: int, hidden: Tensor) -> None:
         """Pass the drafter the prompt's hidden states (1, t, C) from position `start` on, which all
@@ -587,7 +591,7 @@ def build_drafter(
         layers = args.exit_layers or model.config.n_layers // 2
         if layers > max_layers:
             raise ValueError(f"--set exit_layers must be from 1 to {max_layers}, not {layers}")
-        early = first_layers(model, layers)
+        early = slice_layers(model, 0, layers)
         runner = make_runner(_base_forward(early), cache)
         return DraftModel(runner, early.head, sample_draft, shared=True)
     if kind == "head":
@@ -627,14 +631,6 @@ def _shipped_draft_model(checkpoint: Path) -> str | None:
     shipped = Path(__file__).resolve().parents[1] / "checkpoints"
     is_small = checkpoint.resolve() == shipped / "small"
     return str(shipped / "draft") if is_small else None
-
-
-def first_layers(model: Transformer, n: int) -> Transformer:
-    """The model's first n layers with its embedding and head, sharing all parameters."""
-    early = copy.copy(model)
-    early._modules = dict(model._modules)
-    early.layers, early.layer_groups = model.layers[:n], None  # its groups run all layers
-    return early if model.layer_groups is None else install_(early)
 
 
 def check_vocabulary(

@@ -306,6 +306,8 @@ def serve(args: GenerateConfig) -> None:
     capacity, V = service.engine.capacity, service.engine.model.config.vocab_size
     model = served_model(args, service.tokenizer, capacity, V)
     make_engine = partial(server.AsyncEngine, on_rank0(service))
+    if args.cascade is not None:
+        make_engine = cascade_engine(args, service)
     device = device_name(service.engine.model.embed.weight.device, args.mesh)
     with saved_adapters(service):
         serve_engine(args, make_engine, model, listener, device)
@@ -320,6 +322,16 @@ def saved_adapters(service: serving_batch.Service) -> Iterator[None]:
     finally:
         if service.tuner is not None and not service.tuner.finished:
             service.tuner.save()
+
+
+def cascade_engine(args: GenerateConfig, service: serving_batch.Service) -> Any:
+    """--serve --cascade: what makes the server's engine, of the small model and `service`."""
+    from generation.cascade import read_gate, small_args
+    from serving.cascade_engine import CascadeEngine
+
+    gate = read_gate(args)
+    small = build_service(small_args(args, gate))
+    return partial(CascadeEngine, small, gate, service)
 
 
 def serve_engine(

@@ -9,8 +9,8 @@ stay in memory) and interference between workers.
 
 calibrate() measures variants.json. A query is a prompt of 64 tokens of held-out text, its answer
 the next token. The variants are the checkpoint in bf16, int8 and int4, its first layers (the
-weight-shared subnets of SuperServe, run by drafting.first_layers), and it on the last tokens of the
-prompt (subsets of the input, as MOSEL's modalities); then smaller checkpoints.
+weight-shared subnets of SuperServe, run by early_exit.slice_layers), and it on the last tokens of
+the prompt (subsets of the input, as MOSEL's modalities); then smaller checkpoints.
 """
 
 from __future__ import annotations
@@ -305,7 +305,7 @@ def build_forms(folders: Sequence[Path]) -> dict[str, tuple[Any, int]]:
     """{name: (model, tokens of the prompt that it sees)}: the first checkpoint in all forms, the
     others as they are. ValueError if one cannot be loaded or its tokenizer differs."""
     from generation.config import parse_args
-    from generation.drafting import first_layers
+    from generation.early_exit import slice_layers
     from generation.load import load, pick_device
 
     def loaded(folder: Path, *flags: str) -> Any:
@@ -321,7 +321,7 @@ def build_forms(folders: Sequence[Path]) -> dict[str, tuple[Any, int]]:
     for scheme in ("int8", "int4"):
         forms[f"{name}-{scheme}"] = loaded(folders[0], "--quantize", scheme), PROMPT
     for n in range(model.config.n_layers - 1, model.config.n_layers // 2, -1):
-        forms[f"{name}-layers{n}"] = first_layers(model, n), PROMPT
+        forms[f"{name}-layers{n}"] = slice_layers(model, 0, n), PROMPT
     for n in (PROMPT // 2, PROMPT // 4):
         forms[f"{name}-last{n}"] = model, n
     return forms | {folder.name: (loaded(folder), PROMPT) for folder in folders[1:]}

@@ -201,7 +201,7 @@ def slackfit(queue: list[Query], now: float, pool: Pool, buckets: int = 8) -> Ch
     """All (variant, batch size) lie in evenly spaced buckets of latency. The first query's slack
     picks the highest bucket that it allows, and there the largest batch, then accuracy: little
     slack, which queueing causes, leads to fast variants. SuperServe (NSDI 2025, arXiv 2312.16733);
-    its subnets with fewer layers are `drafting.first_layers` here."""
+    its subnets with fewer layers are `early_exit.slice_layers` here."""
     every = batches(queue, now, pool)
     seconds = [s for v in pool.variants for s in v.latency.values()]
     width = (max(seconds) - min(seconds)) / buckets
