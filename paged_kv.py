@@ -113,6 +113,7 @@ class SamplingParams:
     n: int = 1  # samples, which share the prompt's KV
     logprobs: int | None = None  # return each token's log-probability, and the top n
     grammar: Any = None  # generation/structured.py's Grammar, or a pattern for serving/batch.py
+    adapter: str | None = None  # name of a LoRA adapter of Engine(adapters=...)
 
     def __post_init__(self):
         for name, (kind, good, wanted) in FIELDS.items():
@@ -128,6 +129,8 @@ class SamplingParams:
         _check(ok, f"ignore_eos must be true or false, not {self.ignore_eos!r}")
         ok = self.grammar is None or not self.ignore_eos
         _check(ok, "ignore_eos cannot be combined with grammar, whose text EOS ends")
+        ok = self.adapter is None or isinstance(self.adapter, str)
+        _check(ok, f"adapter must be a name, not {self.adapter!r}")
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         ok = isinstance(stop, (tuple, list)) and all(isinstance(s, str) and s for s in stop)
         _check(ok, f"stop must be non-empty strings, not {stop!r}")
@@ -247,6 +250,8 @@ class Sequence:
     running: bool = False
     swapped_kv: SwappedKV | None = None
     listener: Any = None
+    adapter: Any = None  # serving/adapters.py's Adapter
+    adapter_blocks: list[int] = field(default_factory=list)  # with its weights, while it runs
 
     @property
     def remaining(self) -> int:
@@ -388,6 +393,7 @@ class Plan:
     swap_in: list[tuple[Sequence, int]] = field(default_factory=list)  # first token to copy
     run: list[tuple[Sequence, int]] = field(default_factory=list)  # number of its tokens to run
     drafts: dict[Sequence, int] = field(default_factory=dict)  # number of drafts to verify
+    loads: list[tuple[Any, list[int]]] = field(default_factory=list)  # adapters, blocks to fill
     newly_cached: list[int] = field(default_factory=list)  # blocks this step adds to the tree
 
 
@@ -471,6 +477,11 @@ class Scheduler:
         for seq, _ in plan.run:  # last, so that drafts take no budget or blocks from others
             if seq.num_draft_tokens and seq.remaining == 1:
                 self._allocate_lookahead(seq, plan)
+        for seq in queue:  # prefetch, without evicting anything
+            if not seq.running and seq.adapter is not None:
+                if len(self.allocator.free) - len(self.running) >= seq.adapter.num_missing:
+                    blocks = seq.adapter.share()
+                    self.allocator.release(blocks + self._load_adapter(seq, plan))
         return plan
 
     def commit(self, plan: Plan) -> None:
@@ -511,6 +522,7 @@ class Scheduler:
         self.ring_copies[child.ring] = seq.ring
         child.tokens, child.listener = list(seq.tokens), None
         child.block_table = [*map(self.allocator.share, seq.block_table)]
+        child.adapter_blocks = [*map(self.allocator.share, seq.adapter_blocks)]
         seq.n_unforked = max(1, seq.n_unforked - 1)
         self.running.append(child)
         return child
@@ -582,12 +594,14 @@ class Scheduler:
         its tokens and its reservation, and for each running sequence what is left of its own, at
         least one more."""
         hits, refs = set(self.cached_prefix(seq)), self.allocator.refs
-        used = Counter(block for s in without for block in s.block_table)
+        used = Counter(block for s in without for block in s.block_table + s.adapter_blocks)
+        needed = 0 if seq.adapter is None else seq.adapter.num_blocks
+        hits.update(() if seq.adapter is None else seq.adapter.resident())
         freed = sum(refs[block] == n for block, n in used.items() if block not in hits)
         running = set(self.running).difference(without)
         available = self.allocator.n_free - sum(refs[block] == 0 for block in hits) + freed
         more = sum(max(1, self._reserved_blocks(s) - len(s.block_table)) for s in running)
-        needed = self._reserved_blocks(seq) - len(hits) + more
+        needed += self._reserved_blocks(seq) - len(hits) + more
         num_seqs = sum(s.n_unforked for s in running) + seq.n_unforked
         return needed <= available and num_seqs <= self.max_num_seqs
 
@@ -603,8 +617,12 @@ class Scheduler:
         seq.ring = self._free_ring()
         self.waiting.remove(seq)
         self.running.append(seq)
-        seq.running = True
-        self._match_prefix(seq)
+        seq.running, seq.prefix_node = True, self._root(seq)
+        if seq.adapter is not None:
+            seq.adapter_blocks = seq.adapter.share()
+        self._match_prefix(seq)  # both before blocks are allocated, which evicts others
+        if seq.adapter is not None:
+            seq.adapter_blocks += self._load_adapter(seq, plan)
         self.n_hit_tokens += seq.num_computed_tokens
         self.n_admitted_tokens += len(seq.tokens)
         while len(seq.block_table) < self._num_blocks_for(len(seq.tokens)):
@@ -618,6 +636,13 @@ class Scheduler:
         else:
             seq.swapped_kv = None
         return True
+
+    def _load_adapter(self, seq: Sequence, plan: Plan) -> list[int]:
+        """Allocate the missing blocks of its adapter, and plan their loading."""
+        new = seq.adapter.allocate()
+        plan.newly_cached += new
+        plan.loads += [(seq.adapter, new)] if new else []
+        return new
 
     def _run(self, seq: Sequence, plan: Plan) -> None:
         """Schedule as many of its tokens as the budget allows."""
@@ -637,8 +662,10 @@ class Scheduler:
 
     def _release(self, seq: Sequence) -> None:
         self.allocator.release(seq.block_table)
+        self.allocator.release(seq.adapter_blocks)
         self.running.remove(seq)
         seq.block_table, seq.num_computed_tokens, seq.num_written_tokens = [], 0, 0
+        seq.adapter_blocks = []
         seq.num_cached_blocks, seq.prefix_node = 0, 0
         seq.running, seq.num_draft_tokens, seq.num_lookahead_blocks = False, 0, 0
 
@@ -652,9 +679,13 @@ class Scheduler:
 
     # ---- the prefix tree ----
 
+    def _root(self, seq: Sequence) -> int:
+        """The root of its prefixes: KV depends on the adapter."""
+        return 0 if seq.adapter is None else seq.adapter.root
+
     def cached_prefix(self, seq: Sequence) -> list[int]:
         """The blocks of the prefix tree with a sequence's first tokens, as many as it can share."""
-        blocks, node = [], 0
+        blocks, node = [], self._root(seq)
         for at in range(0, self._num_shareable_blocks(seq) * self.block_size, self.block_size):
             block = self.allocator.find(node, tuple(seq.tokens[at : at + self.block_size]))
             if block is None:
@@ -1641,6 +1672,7 @@ class Engine:
         compile: bool = False,
         static: bool | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        adapters: Any = None,
     ):
         """max_num_batched_tokens: token budget of a step, which bounds inter-token latency.
         max_num_seqs: samples that run at once, by default 64 or the budget. policy, continuous: see
@@ -1662,7 +1694,8 @@ class Engine:
         sequence, observe(sequences, proposed, accepted, tokens, seconds, draft_seconds) after each
         step, tokens being all that the step ran, and optionally forget.
         verifier(logits (M, V), sequences, drafts) -> new tokens of each sequence: the accepted
-        drafts and one more, -1 if none can be sampled. A sequence with d drafts has d + 1 rows."""
+        drafts and one more, -1 if none can be sampled. A sequence with d drafts has d + 1 rows.
+        adapters: serving/adapters.py's AdapterPool, whose adapters requests can name."""
         weight = next(model.parameters())
         rope = getattr(model.config, "rope_scaling", None) or {}
         _check(
@@ -1680,10 +1713,14 @@ class Engine:
             ring_blocks if windows and all(windows) else None,
         )  # fmt: skip
         mixed = any(windows) and not all(windows) and max_num_seqs * ring_blocks < num_blocks
+        mixed = mixed and adapters is None  # its blocks must be the same in all layers
         self.cache = PagedKVCache(
             model.config, num_blocks, block_size, weight.dtype, weight.device, kv_dtype,
             max_num_seqs if mixed else 0, ring_blocks,
         )  # fmt: skip
+        self.adapters = adapters
+        if adapters is not None:
+            adapters.bind(self.cache, self.allocator, max_num_batched_tokens, max_num_seqs)
         self.sampler = GreedySampler() if sampler is None else sampler
         self.drafter = drafter
         self.verifier = self._verify_by_sampling if verifier is None else verifier
@@ -1762,7 +1799,7 @@ class Engine:
         )  # fmt: skip
         seq = Sequence(
             list(prompt), len(prompt), params, output, priority=priority, client=client,
-            arrival=self.n_arrivals, n_unforked=params.n,
+            arrival=self.n_arrivals, n_unforked=params.n, adapter=self._adapter(params),
         )  # fmt: skip
         seq.listener = self.output_callback(seq) if self.output_callback else None
         self.n_arrivals += 1
@@ -1781,7 +1818,11 @@ class Engine:
         asked = f"{len(prompt)} prompt tokens plus max_new_tokens {params.max_new_tokens}"
         context = getattr(self.model.config, "context", math.inf)
         _check(whole <= context, f"{asked} exceed the model's context of {context}; reduce one")
-        cache = self.capacity
+        cache, adapter = self.capacity, self._adapter(params)
+        if adapter is not None:
+            blocks = len(self.allocator.refs) - adapter.num_blocks
+            cache = min(cache, blocks * self.allocator.block_size)
+            asked += f", with adapter {adapter.name},"
         _check(whole <= cache, f"{asked} exceed the KV cache of {cache} tokens; reduce one")
         most = self.scheduler.max_num_seqs
         _check(params.n <= most, f"n must be at most max_num_seqs ({most}), not {params.n}")
@@ -1789,6 +1830,13 @@ class Engine:
         ok = not params.stop or self.output_callback is not None
         _check(ok, "stop requires an output_callback: the Engine has tokens, not text")
         self.sampler.check(params)
+
+    def _adapter(self, params: SamplingParams) -> Any:
+        """ValueError if there is none of that name."""
+        if params.adapter is None:
+            return None
+        _check(self.adapters is not None, "adapter requires adapters: Engine(adapters=...)")
+        return self.adapters.get(params.adapter)
 
     def abort(self, id: Any) -> Output:
         """End a request now. ValueError if the id is unknown."""
@@ -1980,6 +2028,8 @@ class Engine:
         for seq, first in plan.swap_in:
             self.cache.write(seq.block_table, first, seq.swapped_kv, seq.ring)
             seq.swapped_kv = None
+        if self.adapters is not None:
+            self.adapters.load(plan.loads)
 
     def _run(self, plan: Plan, drafts: dict[Sequence, Draft]) -> Tensor:
         """Run the model; hidden states (N, C)."""
@@ -1992,10 +2042,21 @@ class Engine:
             if width > len(table):  # the blocks of a sliding window are reused in turn
                 table = [table[i % len(table)] for i in range(width)]
             chunks.append(Chunk(tokens, start, table, written, seq.ring))
+        if self.adapters is None:
+            return self._forward(chunks, bool(drafts))
+        rows = [(seq.adapter, len(c.tokens)) for (seq, _), c in zip(plan.run, chunks)]
+        self.adapters.prepare(rows)
+        try:
+            return self._forward(chunks, bool(drafts))
+        finally:
+            self.adapters.prepare([])
+
+    def _forward(self, chunks: list[Chunk], drafted: bool) -> Tensor:
+        """Hidden states (N, C), padded if shapes are static."""
         if self.cuda_graphs is None:
             return self._hidden(self.cache.step(chunks))
         n, r = sum(len(c.tokens) for c in chunks), len(chunks)
-        return self.cuda_graphs(*self.cache.step(chunks, self._padded_shape(n, r, bool(drafts))))
+        return self.cuda_graphs(*self.cache.step(chunks, self._padded_shape(n, r, drafted)))
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -2151,7 +2212,7 @@ class Engine:
         for seq in sequences:
             assert seq.running and seq.remaining == 1, "only requests in decode can be exported"
             seq.swapped_kv = self.cache.read(seq.block_table, seq.num_computed_tokens, seq.ring)
-            seq.listener = None
+            seq.listener = seq.adapter = None
             self.scheduler.finish(seq)
             self._forget(seq)
         if self.cache.pages[0].is_cuda:
@@ -2163,6 +2224,7 @@ class Engine:
         output = transfer.output
         for seq in transfer.sequences:
             self._check_request(seq.tokens[: seq.n_prompt], seq.params)
+            seq.adapter = self._adapter(seq.params)
         _check(output.id not in self.outputs, f"id {output.id!r} is in use")
         self.outputs[output.id], self.sequences[output.id] = output, list(transfer.sequences)
         for seq in transfer.sequences:

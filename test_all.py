@@ -13,6 +13,7 @@ their own. All models are tiny random ones or the shipped checkpoints.
     files cpu sampling drafting early_exit cascade structured                  generation/
     serving traces policies replica simulate pools row_order length_batching   serving/
     colocation time_sharing variants server unacked lockstep cluster page      serving/
+    adapters                                                                   serving/
     programs                                        generation/programs.py, values.py
     calibrate sparse gemm gguf                               quantization/
     data optimizers offload recompute chunked_loss lora token_windows          training/
@@ -128,6 +129,7 @@ from parallelism import pipeline as PL
 from parallelism import planner
 import quantize as Q
 from parallelism import quantized_collectives as QC
+from serving import adapters as AD
 from parallelism import schedules as SC
 from quantization import sparse as Z
 from parallelism import zero
@@ -157,7 +159,9 @@ from serving import async_engine as ASYNC
 from serving import failover as FAILOVER
 from serving import lockstep as LOCKSTEP
 from serving import colocation as CO
+from serving import compare_adapters as COMPARE_ADAPTERS
 from serving import compare_servers as COMPARE
+from serving import merging as MERGING
 from serving import openai_api as OA
 from serving import policies as POLICY
 from serving import pools as POOLS
@@ -4168,6 +4172,10 @@ class PagedBlocks(RuleBasedStateMachine):
     def start(self, num_blocks, block_size):
         self.real, self.n = P.BlockAllocator(num_blocks, block_size), num_blocks
         self.tables, self.prefixes, self.unused = [], {}, []
+        self.adapters = [
+            AD.Adapter(name, 1, 1.0, [torch.zeros(n, 1, 1)], None, self, root)
+            for name, n, root in (("a", 2, -1), ("b", 5, -2))
+        ]
 
     def allocate(self) -> int:
         """Blocks that hold nothing come first, then the cached one that was released first."""
@@ -4205,6 +4213,29 @@ class PagedBlocks(RuleBasedStateMachine):
                 table.append(block)
             else:
                 return
+
+    @property
+    def entries(self):
+        return self.real.entries
+
+    def register(self, block: int, parent: int, key: tuple[str, int]) -> int:
+        """Called by an adapter for its next block."""
+        self.tables[-1].append(block)
+        self.prefixes[block] = tuple((key[0], i) for i in range(key[1] + 1))
+        return self.real.register(block, parent, key)
+
+    @rule(which=strategies.integers(0, 1))
+    def use_adapter(self, which):
+        """Share the blocks of an adapter that are there, and allocate the missing ones."""
+        adapter = self.adapters[which]
+        there = [b for b, prefix in self.prefixes.items() if prefix[0] == (adapter.name, 0)]
+        assert sorted(adapter.resident()) == sorted(there)
+        unused = sum(self.real.refs[block] == 0 for block in there)
+        if self.real.n_free - unused >= adapter.num_missing:
+            self.tables.append([])
+            self.tables[-1] += adapter.share()
+            adapter.allocate()
+            assert self.tables[-1] == adapter.resident()
 
     @precondition(lambda self: self.tables)
     @rule(which=some)
@@ -4583,11 +4614,11 @@ def check_blocks(allocator: P.BlockAllocator, tables) -> None:
     assert set(free) | set(cached) == unused and set(cached) == unused & entries.keys()
     assert {(n, t): b for b, (n, t, _) in entries.items()} == allocator.children
     nodes = {own: block for block, (_, _, own) in entries.items()}
-    assert all(parent in nodes or parent == 0 for parent, _, _ in entries.values())
+    assert all(parent in nodes or parent <= 0 for parent, _, _ in entries.values())  # <= 0: roots
     age = {block: i for i, block in enumerate(cached)}
     for block in cached:  # its parent is more recently used, or in use
         parent = entries[block][0]
-        assert parent == 0 or age.get(nodes[parent], math.inf) > age[block]
+        assert parent <= 0 or age.get(nodes[parent], math.inf) > age[block]
 
 
 def paged_check(engine, k=6) -> None:
@@ -20846,6 +20877,562 @@ for words, values in {
     "40 tokens of data are too few for seq_len 64": FINETUNE_JOB | dict(seq_len=64),
 }.items():
     REFUSED[f"finetune: {words}"] = partial(finetune_refused, values), words
+
+
+# --------------------------------------------------------------------------------------------------
+# serving/adapters.py
+# --------------------------------------------------------------------------------------------------
+
+ADAPTER_TARGETS = (AD.TARGETS, ("q_proj", "v_proj"), ("k_proj", "o_proj", "up_proj", "down_proj"))
+
+
+def lora_weights(shapes, rank: int, seed: int, targets=AD.TARGETS, dtype=None) -> dict:
+    """A and B of each target, large enough to change what the model says."""
+    rng, dtype = seeded(seed), dtype or torch.float32
+    std = lambda n: 0.5 * n**-0.5
+    return {
+        name: (torch.randn(rank, C, generator=rng).to(dtype) * C**-0.5,
+               torch.randn(F, rank, generator=rng).to(dtype) * std(rank))
+        for name, (C, F) in shapes.items() if name.rpartition(".")[2] in targets
+    }  # fmt: skip
+
+
+def merged(model: M.Transformer, scale: float, weights: dict) -> M.Transformer:
+    """A copy of a model with an adapter in its weights."""
+    model = copy.deepcopy(model)
+    for name, (a, b) in weights.items():
+        weight = model.get_submodule(name).weight
+        weight.data = (weight.double() + scale * b.double() @ a.double()).to(weight.dtype)
+    return model
+
+
+def adapter_engine(model, ranks: Sequence[int], kernels=None, seed=0, **options) -> tuple:
+    """An Engine of a copy of the model with an adapter of each rank, and the merged models by name,
+    the base as None."""
+    pool, expected = AD.AdapterPool(copy.deepcopy(model), kernels), {None: model}
+    engine = paged_engine(pool.model, adapters=pool, **options)
+    for i, rank in enumerate(ranks):
+        weights = lora_weights(pool.shapes, rank, seed + i, ADAPTER_TARGETS[i % 3])
+        pool.register(pool.add(f"a{i}", rank, 1.0 + i % 2, weights))
+        expected[f"a{i}"] = merged(model, 1.0 + i % 2, weights)
+    return engine, expected
+
+
+def adapters_check(engine: P.Engine) -> None:
+    """The allocator's invariants, and every block of a running sequence's adapter, and of those
+    that are cached, has its weights."""
+    scheduler, pool = engine.scheduler, engine.adapters
+    running = [seq for seq in scheduler.running]
+    check_blocks(engine.allocator, [x for s in running for x in (s.block_table, s.adapter_blocks)])
+    assert all(seq.adapter_blocks == [] for seq in scheduler.waiting)
+    for seq in running:
+        if seq.adapter is not None:
+            assert seq.adapter_blocks == seq.adapter.resident()
+            assert len(seq.adapter_blocks) == seq.adapter.num_blocks
+    for adapter in {*pool.adapters.values(), *(s.adapter for s in running if s.adapter)}:
+        for pages, weights in zip(pool.batch.pages, adapter.weights):
+            blocks = pages[:, adapter.resident()].transpose(0, 1)
+            assert torch.equal(blocks, weights[: len(blocks)].to(blocks.device))
+
+
+def draw_adapters(seed: int) -> SimpleNamespace:
+    """Rows of adapters with ranks from 1 to 128: segments of 0, 1 and more rows, or none at all."""
+    r = random.Random(seed)
+    ranks = r.sample((1, 4, 16, 17, 64, 128), r.randint(1, 5))
+    counts = [0, 1, 1, r.randint(2, 9), r.choice((20, 40, 70))]
+    segments = [(r.randrange(-1, len(ranks)), r.choice(counts)) for _ in range(r.randint(1, 9))]
+    segments = segments if any(n for _, n in segments) else [(0, 1)]
+    widths = r.choice(((24, 8, 8), (40, 40, 40), (130, 1, 7)))
+    return SimpleNamespace(seed=seed, ranks=ranks, segments=segments, C=r.choice((40, 64, 97)),
+                           widths=widths, head_dim=r.choice((8, 16)),
+                           merged=r.choice((None, 0)))  # fmt: skip
+
+
+def adapters_layer(case, dtype: torch.dtype, kernels) -> tuple:
+    """A pool of one attention's q, k and v, and its adapters' weights."""
+    rng, attention, model = seeded(case.seed), nn.Module(), nn.Module()
+    names = ("q_proj", "k_proj", "v_proj")
+    for name, width in zip(names, case.widths):
+        linear = nn.Linear(case.C, width, bias=False, device=DEVICE, dtype=dtype)
+        linear.weight.data.copy_(torch.randn(width, case.C, generator=rng) * case.C**-0.5)
+        setattr(attention, name, linear)
+    attention.linear_fn, layer = None, nn.Module()
+    layer.attention, model.layers = attention, nn.ModuleList([layer])
+    n = sum(n for _, n in case.segments)
+    pool = AD.AdapterPool(model.requires_grad_(False), kernels, lambda _: object())
+    pages = torch.zeros(2, 2, 2000, 4, case.head_dim, device=DEVICE, dtype=dtype)
+    allocator = P.BlockAllocator(1999, 4)
+    random.Random(case.seed).shuffle(allocator.free)
+    pool.bind(SimpleNamespace(pages=[pages]), allocator, n + 3, len(case.ranks) + 1)
+    each = []
+    for i, rank in enumerate(case.ranks):
+        some = names[: 1 + i % 3] if i % 2 == 0 else names[i % 3 :]
+        weights = lora_weights(pool.shapes, rank, case.seed + i, some, dtype)
+        adapter = pool.add(f"a{i}", rank, 0.5 + i, weights)
+        pool.load([(adapter, adapter.allocate())])
+        each.append((adapter, weights))
+    return pool, attention, each
+
+
+def adapters_outcome(case, dtype: torch.dtype, kernels) -> tuple[list, list]:
+    """q, k and v of a step, and in float64. An adapter that is merged is missing in its own rows,
+    and subtracted in others, as if the weights had it."""
+    pool, attention, each = adapters_layer(case, dtype, kernels)
+    rows = [i for i, n in case.segments for _ in range(n)]
+    merged = case.merged if case.merged in rows else None
+    pool.merging = SimpleNamespace(update=lambda _: None if merged is None else each[merged][0])
+    x = normal(len(rows), case.C, dtype=dtype, rng=seeded(case.seed))
+    pool.prepare([(None if i < 0 else each[i][0], n) for i, n in case.segments])
+    with torch.inference_mode():
+        got = attention.linear_fn(x, attention.q_proj, attention.k_proj, attention.v_proj)
+    want, x = [], x.double().cpu()
+    for name in ("q_proj", "k_proj", "v_proj"):
+        y = x @ getattr(attention, name).base.weight.double().cpu().t()
+        key = f"layers.0.attention.{name}"
+        none = torch.zeros(1, case.C), torch.zeros(len(y[0]), 1)
+        weights = [(*(t.double() for t in w.get(key, none)), a.scale) for a, w in each]
+        own = [-1 if i == merged else i for i in rows]
+        y = AD.lora_reference(x, y, own, weights)
+        rest = [-1 if i == merged or merged is None else merged for i in rows]
+        want.append(AD.lora_reference(x, y, rest, [(a, b, -scale) for a, b, scale in weights]))
+    return [t.cpu() for t in got], want
+
+
+ADAPTER_PATHS = {"torch": AD.Batch.add_segments, "triton": AD.triton_kernels if AD.triton else None}
+
+
+@pytest.mark.parametrize("path", ADAPTER_PATHS)
+@pytest.mark.parametrize("seed", range(12))
+def test_adapters_segments_equal_float64(path, seed):
+    """Packed rows with adapters of mixed ranks, in blocks in any order: SGMV, BGMV and plain torch
+    equal float64; a linear that an adapter lacks gets nothing."""
+    if (kernels := ADAPTER_PATHS[path]) is None:
+        pytest.skip("needs Triton")
+    case = draw_adapters(seed)
+    dtype = torch.float32 if path == "torch" or seed % 3 else torch.float16
+    for got, want in zip(*adapters_outcome(case, dtype, kernels)):
+        close(got, want, 20 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_adapters_c_kernel_equals_float64(seed):
+    """The same in C, with bf16's rounding of inputs and of A x."""
+    if cpu.load_kernels() is None:
+        pytest.skip("needs a C compiler")
+    case = draw_adapters(seed)
+    for got, want in zip(*adapters_outcome(case, torch.bfloat16, cpu_decode.add_adapters)):
+        assert relative(got.double(), want) < 8e-3
+
+
+def test_adapters_fused_layers_equal_plain_layers():
+    """A decode step of all layers in C, with and without adapters, in bf16: as far from fp32 as the
+    layers one by one, while the adapters change the result altogether."""
+    if cpu.load_kernels() is None:
+        pytest.skip("needs a C compiler")
+    config = tiny(head_dim=32, dim=64, ffn_dim=96)
+    model, outs = random_model(config), {}
+    for name, dtype in (("exact", torch.float64), ("plain", torch.bfloat16), ("c", torch.bfloat16)):
+        kernels = cpu_decode.add_adapters if name == "c" else None
+        net = cpu.swap_linear_(copy.deepcopy(model).to(dtype))
+        pool = AD.AdapterPool(net, kernels)
+        engine = paged_engine(net, adapters=pool, num_blocks=60)
+        if name == "c":
+            assert cpu_decode.install_(net).layer_groups is not None
+        adapters = []
+        for i, rank in enumerate((1, 9, 16)):
+            weights = lora_weights(pool.shapes, rank, i, ADAPTER_TARGETS[i])
+            adapters.append(pool.add(f"a{i}", rank, 1.0, weights))
+            pool.load([(adapters[-1], adapters[-1].allocate())])
+        rows = [(0, 1), (None, 2), (2, 1), (1, 3), (0, 2), (None, 1), (2, 1)]
+        ids = iter(random_tokens(config, 11).tolist())
+        free = iter(engine.allocator.free)
+        chunks = [P.Chunk([next(ids) for _ in range(n)], 0, [next(free)]) for _, n in rows]
+        for mixed in (False, True):
+            step = engine.cache.step(chunks)
+            owners = [(None if i is None else adapters[i], n) for i, n in rows]
+            pool.prepare(owners if mixed else [])
+            with torch.inference_mode():
+                attend = partial(engine.cache.attend, step=step)
+                logits = net(step.tokens[None], step.positions[None], attend)
+            outs[name, mixed] = logits.double()
+    for mixed in (False, True):
+        exact = outs["exact", mixed]
+        errors = {name: relative(outs[name, mixed], exact) for name in ("c", "plain")}
+        assert errors["c"] < 1.5 * errors["plain"] + 2e-3
+    assert relative(outs["c", True], outs["c", False]) > 0.2
+
+
+ADAPTER_PATCH = """
+from unittest.mock import patch
+with patch('torch.cuda.is_available', lambda: True): from serving import adapters as AD
+"""
+ADAPTER_COMPILE = """
+from types import SimpleNamespace
+
+def go(N, dtype=torch.bfloat16, D=128, C=4096, F=(4096, 1024, 1024)):
+    layer, attention, model = torch.nn.Module(), torch.nn.Module(), torch.nn.Module()
+    for name, width in zip(("q_proj", "k_proj", "v_proj"), F):
+        setattr(attention, name, torch.nn.Linear(C, width, False, dtype=dtype))
+    attention.linear_fn, layer.attention = None, attention
+    model.layers = torch.nn.ModuleList([layer])
+    pool = AD.AdapterPool(model.requires_grad_(False), AD.triton_kernels, lambda _: object())
+    cache = SimpleNamespace(pages=[torch.zeros(2, 8, 41, 16, D, dtype=dtype)])
+    pool.bind(cache, SimpleNamespace(refs=[0] * 40), 4096, 8)
+    x = torch.zeros(N, C, dtype=dtype)
+    ys = [torch.zeros(N, n, dtype=dtype) for n in F]
+    with torch.inference_mode():
+        AD.triton_kernels(pool.batch, x, ys, attention.q_proj)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not A.INTERPRET, reason="needs Triton and no GPU")
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_adapters_kernels_compile_for_gpus(arch, tmp_path):
+    """SGMV and BGMV compile for Ampere, Hopper and Blackwell within their shared memory; other
+    numbers of rows do not recompile."""
+    cases = [f"go({N}, torch.{d})" for N in (7, 300) for d in ("bfloat16", "float16", "float32")]
+    again = ["n = len(built)", "go(33)", "go(512)", "assert len(built) == n, built[n:]"]
+    code = COMPILE.replace("import attention as A\n", "import attention as A\n" + ADAPTER_PATCH, 1)
+    code = code.replace("busy = dict", ADAPTER_COMPILE + "\nbusy = dict", 1)
+    code = code.replace("    eval(case)", "    exec(case)")
+    printed = compile_kernels(code, tmp_path, arch, *cases, *again)
+    assert printed.strip() == str(["_expand_kernel", "_shrink_kernel"])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_adapters_mixed_batch_equals_merged_models(seed):
+    """50 requests with adapters of ranks 4 to 64 or none, over shared prompts: greedy tokens are
+    those of each adapter merged into the weights, alone. Blocks are few: adapters are evicted and
+    loaded again, sequences preempted, swapped or recomputed, forked and drafted for."""
+    r, ranks = random.Random(seed), (4, 64, 8, 32, 16, 4)
+    drafter = (lambda tokens, k: (r.choices(tokens, k=k), None)) if seed % 2 else None
+    options = dict(num_blocks=32, block_size=16, max_num_batched_tokens=24, max_num_seqs=6)
+    options |= dict(prefix_cache=seed != 3, kv_swap=seed in (1, 2), drafter=drafter)
+    model = random_model(tiny())
+    engine, expected = adapter_engine(model, ranks, seed=seed, **options)
+    prompts = [random_tokens(model.config, r.randint(1, 60), seed=i).tolist() for i in range(9)]
+    loads, load, requests, outputs = [], engine.adapters.load, {}, {}
+    engine.adapters.load = lambda plan: load((loads.append(a.name), (a, b))[1] for a, b in plan)
+    for _ in range(50):
+        name, ids = r.choice([*expected]), r.choice(prompts)
+        params = greedy(r.randint(1, 20), n=r.choice((1, 1, 3)), adapter=name, logprobs=2)
+        id = engine.add(ids, params, priority=r.randint(0, 2))  # a smaller one preempts
+        requests[id], outputs[id] = (name, ids, params), engine.outputs[id]
+        for _ in range(r.randint(0, 3)):
+            engine.step()
+            adapters_check(engine)
+    while engine.unfinished:
+        engine.step()
+        adapters_check(engine)
+    for id, (name, ids, params) in requests.items():
+        want = greedy_tokens(expected[name], torch.tensor([ids]), params.max_new_tokens)
+        want = want[: want.index(2) + 1] if 2 in want else want
+        for sample in outputs[id].samples:
+            assert sample.token_ids == want, (name, sample.finish_reason)
+        logits = expected[name](torch.tensor([ids]))[0, -1].log_softmax(-1)
+        assert abs(outputs[id].logprobs[0][0] - logits.max().item()) < 1e-4
+    assert len(loads) > len({*loads}) == len(ranks), "no adapter was evicted"
+    assert engine.stats()["preemptions"] > 0 and (seed == 3 or engine.stats()["hit_rate"] > 0)
+
+
+def test_adapters_share_no_kv_with_another():
+    """One prompt with two adapters and without: each prefix is computed once per adapter, and an
+    adapter added again under its name does not find the KV of the first."""
+    engine, expected = adapter_engine(random_model(tiny()), (4, 8), num_blocks=120)
+    ids = random_tokens(tiny(), 33).tolist()
+    for round in range(2):
+        for name in expected:
+            hits = engine.scheduler.n_hit_tokens
+            engine.generate([ids], greedy(2, adapter=name))
+            assert engine.scheduler.n_hit_tokens - hits == 32 * round
+    pool = engine.adapters
+    pool.remove("a0")
+    weights = lora_weights(pool.shapes, 4, 99)
+    pool.register(pool.add("a0", 4, 1.0, weights))
+    hits = engine.scheduler.n_hit_tokens
+    (output,) = engine.generate([ids], greedy(8, adapter="a0"))
+    want = greedy_tokens(merged(expected[None], 1.0, weights), torch.tensor([ids]), 8)
+    assert engine.scheduler.n_hit_tokens == hits and output.token_ids == want
+    check_blocks(engine.allocator, [])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_adapters_blocks_fuzz(seed):
+    """Random adds, aborts, failing steps, removed and added adapters: after every call all blocks
+    add up, and the blocks of every adapter have its weights."""
+    r, model = random.Random(seed), random_model(tiny(n_layers=2))
+    options = dict(num_blocks=50, block_size=8, max_num_batched_tokens=20, max_num_seqs=5)
+    options |= dict(prefix_cache=seed % 3 != 0, kv_swap=seed % 2 == 0)
+    engine, _ = adapter_engine(model, (4, 8, 16, 4), **options)
+    pool, forward = engine.adapters, engine._forward
+
+    def failing(*args):
+        if r.random() < 0.1:
+            raise RuntimeError("fault")
+        return forward(*args)
+
+    engine._forward = failing
+    for _ in range(150):
+        action = r.choice(("add", "add", "step", "step", "step", "abort", "swap"))
+        if action == "add":
+            ids = r.choices(range(3, 97), k=r.randint(1, 30))
+            with contextlib.suppress(ValueError):
+                name = r.choice([None, *pool.adapters])
+                engine.add(ids, greedy(r.randint(1, 12), n=r.choice((1, 2)), adapter=name))
+        elif action == "abort" and engine.outputs:
+            engine.abort(r.choice([*engine.outputs]))
+        elif action == "swap" and r.random() < 0.3:
+            name = r.choice([*pool.adapters])
+            pool.remove(name)
+            pool.register(pool.add(name, 4, 1.0, lora_weights(pool.shapes, 4, r.randrange(99))))
+        elif action == "step":
+            with contextlib.suppress(RuntimeError):
+                engine.step()
+        adapters_check(engine)
+    engine._forward = forward
+    while engine.unfinished:
+        engine.step()
+    paged_idle(engine)
+
+
+def test_adapters_on_quantized_linears_and_kv():
+    """Adapters on int8 weights and with an int8 KV cache: the logits are those of the dequantized
+    weights with the adapter merged, up to the KV's rounding."""
+    model = random_model(tiny(dim=64, ffn_dim=96, head_dim=16))
+    ids = random_tokens(model.config, 12).tolist()
+    for options in ({}, {"kv_dtype": "int8"}):
+        quantized = Q.quantize_(copy.deepcopy(model), "int8")
+        engine, _ = adapter_engine(quantized, (8,), num_blocks=200, **options)
+        dense = copy.deepcopy(model)
+        for name, module in quantized.named_modules():
+            if isinstance(module, Q.QuantizedLinear):
+                dense.get_submodule(name).weight.data = module.weight
+        weights = lora_weights(engine.adapters.shapes, 8, 0)
+        (output,) = engine.generate([ids], greedy(1, adapter="a0", logprobs=1))
+        want = merged(dense, 1.0, weights)(torch.tensor([ids]))[0, -1].log_softmax(-1)
+        off = abs(output.logprobs[0][0] - want[output.token_ids[0]].item())
+        assert off < (0.05 if options else 1e-4)
+        adapters_check(engine)
+
+
+def test_adapters_waiting_requests_prefetch():
+    """While a request waits for a slot and blocks are free, its adapter's weights are loaded."""
+    engine, _ = adapter_engine(random_model(tiny()), (4, 8), num_blocks=200, max_num_seqs=1)
+    engine.add([5] * 9, greedy(5))
+    engine.add([5] * 9, greedy(5, adapter="a1"))
+    engine.step(), engine.step()
+    adapter = engine.adapters.get("a1")
+    assert engine.scheduler.waiting[0].adapter is adapter and adapter.num_missing == 0
+    adapters_check(engine)
+
+
+def test_adapters_logits_equal_peft(tmp_path):
+    """A mixed batch's logits are those of PEFT's with adapter_names, from the same folders."""
+    peft = pytest.importorskip("peft", reason="needs peft")
+    from transformers import AutoModelForCausalLM
+
+    model = random_model(tiny(eos_ids=()))
+    HF.save_checkpoint(model, tmp_path / "base")
+    pool = AD.AdapterPool(copy.deepcopy(model))
+    engine = paged_engine(pool.model, adapters=pool, num_blocks=200)
+    hf_names = HF.hf_modules(model)
+    shapes = {hf_names[name]: shape for name, shape in pool.shapes.items()}
+    for i, rank in enumerate((4, 16)):
+        COMPARE_ADAPTERS.write_adapter(tmp_path / f"a{i}", shapes, rank, i, str(tmp_path / "base"))
+        SRUN.register_adapter(pool, f"a{i}", tmp_path / f"a{i}")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "a0", "a0").eval()
+    theirs.load_adapter(tmp_path / "a1", "a1")
+    prompts, names = random_tokens(model.config, 3, 7), ["a1", "__base__", "a0"]
+    with torch.inference_mode():
+        logits = theirs(input_ids=prompts, adapter_names=names).logits[:, -1].log_softmax(-1)
+    each = [greedy(1, adapter=None if n == "__base__" else n, logprobs=97) for n in names]
+    for output, want in zip(engine.generate(prompts.tolist(), each), logits):
+        _, ids, values = output.logprobs[0]
+        close(torch.tensor(values), want[ids].cpu(), 1e-4)
+
+
+def test_adapters_merging_keeps_tokens():
+    """dLoRA: long runs of one adapter merge it, others get the difference, all tokens in fp32 are
+    those of the merged models; short runs switch nothing, and at the end the weights are bitwise
+    what they were."""
+    model, rng = random_model(tiny()), random.Random(0)
+    pool = AD.AdapterPool(copy.deepcopy(model), None, MERGING.Merging)
+    engine = paged_engine(pool.model, adapters=pool, num_blocks=200, max_num_seqs=4)
+    before, expected = copy.deepcopy(pool.model.state_dict()), {None: model}
+    for i in range(3):
+        weights = lora_weights(pool.shapes, 8, i, ADAPTER_TARGETS[i])
+        pool.register(pool.add(f"a{i}", 8, 1.5, weights))
+        expected[f"a{i}"] = merged(model, 1.5, weights)
+    merging, states, update = pool.merging, [], pool.merging.update
+    merging.switch_rows = 10  # the tiny model's is 20
+    merging.update = lambda rows: (states.append((len(rows), adapter := update(rows))), adapter)[1]
+    runs = [["a0"] * 22 + [None, "a1"], ["a1"] * 22 + ["a0"], [None, "a0", "a1", "a2"] * 2]
+    for names in runs:
+        ids = [random_tokens(model.config, rng.randint(1, 9)).tolist() for _ in names]
+        outputs = engine.generate(ids, [greedy(8, adapter=n, ignore_eos=True) for n in names])
+        for name, prompt, output in zip(names, ids, outputs):
+            want = greedy_tokens(expected[name], torch.tensor([prompt]), 8)
+            assert output.token_ids == want, name
+    assert {adapter and adapter.name for _, adapter in states} >= {None, "a0", "a1"}
+    assert any(n > 1 and adapter for n, adapter in states), "others were never in its batch"
+    assert 2 <= merging.n_switches <= 6, "no hysteresis"
+    merging._switch(None)
+    assert bitwise_equal(pool.model.state_dict(), before)
+
+
+def adapter_folder(path: Path, model, rank: int = 4, seed: int = 0, **changes) -> Path:
+    """A folder in PEFT's format, with changes of adapter_config.json."""
+    names = HF.hf_modules(model)
+    linears = {n: m for n, m in model.named_modules() if n.rpartition(".")[2] in AD.TARGETS}
+    shapes = {names[n]: (m.in_features, m.out_features) for n, m in linears.items()}
+    COMPARE_ADAPTERS.write_adapter(path, shapes, rank, seed, "base")
+    config = json.loads((path / LO.CONFIG).read_text()) | changes
+    (path / LO.CONFIG).write_text(json.dumps(config))
+    return path
+
+
+def bad_adapters(folder: Path, model) -> Iterator[tuple[str, Path, str]]:
+    """Name, folder, and words of the one line that refuses it."""
+    make = partial(adapter_folder, model=model)
+    yield "a", folder / "none", "adapter_config.json"
+    yield "a", make(folder / "dora", use_dora=True), "use_dora"
+    yield "a", make(folder / "rank", r=5), "has shape"
+    yield "a", make(folder / "zero", r=0), "rank must be an integer above 0"
+    yield "a", make(folder / "alpha", lora_alpha=math.inf), "alpha"
+    yield "a", make(folder / "large", rank=300), "rank 300 is more than 256"
+    yield "a", make(folder / "wide", model=random_model(tiny(dim=64))), "has shape"
+    yield "a", make(folder / "deep", model=random_model(tiny(n_layers=9))), "no pair of"
+    (make(folder / "half") / LO.WEIGHTS).unlink()
+    yield "a", folder / "half", "adapter_model.safetensors: cannot be read"
+    (make(folder / "cut") / LO.WEIGHTS).write_bytes(b"\0" * 99)
+    yield "a", folder / "cut", "cannot be read"
+    for name, change in (("nan", lambda t: t * math.nan), ("inf", lambda t: t * 1e39)):
+        path = make(folder / name) / LO.WEIGHTS
+        tensors = load_file(path)
+        tensors[max(tensors)] = change(tensors[max(tensors)] + 1)
+        save_file(tensors, path)
+        yield "a", folder / name, "not finite"
+    good = make(folder / "good")
+    for name in ("../a", "a/b", "", ".a", "a\nb", "a b", "x" * 200):
+        yield name, good, "a name has letters"
+
+
+def test_adapters_bad_ones_are_refused(tmp_path):
+    """Wrong base, rank, fields, values, files or name: one line that says what; the pool, its
+    blocks and a request that runs are untouched."""
+    model = random_model(tiny())
+    engine, expected = adapter_engine(model, (4,), num_blocks=100)
+    pool, ids = engine.adapters, [5, 6, 7]
+    id = engine.add(ids, greedy(60, adapter="a0", ignore_eos=True))
+    output = engine.outputs[id]
+    n = 0
+    for name, folder, words in bad_adapters(tmp_path, model):
+        engine.step()
+        with pytest.raises(ValueError, match=re.escape(words)) as e:
+            pool.register(SRUN.read_adapter(pool, name, folder))
+        assert len(str(e.value).splitlines()) == 1, str(e.value)
+        adapters_check(engine)
+        n += 1
+    assert [*pool.adapters] == ["a0"] and not output.finished and n > 15
+    good = SRUN.read_adapter(pool, "a0", tmp_path / "good")
+    for call, words in (
+        (lambda: pool.register(good), "loaded already"),
+        (lambda: pool.remove("b"), "'b' is not loaded; loaded: a0"),
+        (lambda: engine.add(ids, greedy(1, adapter="b")), "'b' is not loaded"),
+        (lambda: engine.add(ids, greedy(1, adapter=3)), "adapter must be a name"),
+        (lambda: paged_engine(model).add(ids, greedy(1, adapter="a0")), "requires adapters"),
+        (lambda: paged_engine(AD.AdapterPool(copy.deepcopy(model)).model, kv_dtype="fp8",
+                              adapters=AD.AdapterPool(copy.deepcopy(model))), "may be NaN"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=re.escape(words)):
+            call()
+    while engine.unfinished:
+        engine.step()
+    want = greedy_tokens(expected["a0"], torch.tensor([ids]), 60)
+    assert output.token_ids == want
+    paged_idle(engine)
+
+
+def test_adapters_batch_of_generate(tmp_path):
+    """--batch with --adapters: the field adapter; the tokens of --adapter, which merges it, and a
+    line with an unknown name gets an error and harms no other. A bad folder is one line."""
+    model, _ = http_small()
+    for i in range(2):
+        adapter_folder(tmp_path / f"a{i}", model, 4 + i, i)
+    lines = [{"prompt": "def f(", "max_new_tokens": 6, "adapter": name, "temperature": 0}
+             for name in ("a0", "a1", "a2")]  # fmt: skip
+    lines.append({"prompt": "def f(", "max_new_tokens": 6, "temperature": 0})
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    flags, out = ["--dtype", "fp32", "--device", "cpu"], tmp_path / "out.jsonl"
+    each = ",".join(f"a{i}={tmp_path / f'a{i}'}" for i in range(2))
+    done = run_generate("--batch", tmp_path / "in.jsonl", "--out", out, "--adapters", each, *flags)
+    assert done.code == 0, done.err
+    results = {r["line"]: r for r in map(json.loads, open(out))}
+    assert "adapter 'a2' is not loaded" in results[3]["error"]
+    flags += ["--temperature", 0, "--max-new-tokens", 6, "--json"]
+    for line, name in ((1, "a0"), (2, "a1"), (4, None)):
+        more = [] if name is None else ["--adapter", tmp_path / name]
+        alone = run_generate("def f(", *flags, *more)
+        assert results[line]["tokens"] == json.loads(alone.out)["tokens"]
+    assert results[1]["tokens"] != results[4]["tokens"] != results[2]["tokens"]
+    bad = ["--batch", tmp_path / "in.jsonl", "--adapters", f"a={tmp_path}"]
+    done = run_generate(*bad, *flags[:4])
+    assert done.code == 2 and "error: --adapters a=" in done.err.splitlines()[-1]
+
+
+def test_adapters_over_http(tmp_path):
+    """Each adapter is a model: listed, called by name, loaded and unloaded while another request
+    runs; a bad one is a 400 or 404 that harms nobody. Without a key only this machine may."""
+    model, tokenizer = http_small()
+    model, folder = copy.deepcopy(model), adapter_folder(tmp_path / "a", model, 8)
+    model.layer_groups = None
+    shapes, names = AD.AdapterPool(copy.deepcopy(model)).shapes, HF.hf_modules(model)
+    _, _, weights = LO.read_adapters(folder, shapes, lambda x: names.get(x, x))
+    expected = merged(model, 1.0, weights)
+    pool = SRUN.make_pool(model)
+    ask = dict(prompt="def f(", max_tokens=8, temperature=0)
+    texts = {}
+    for name, net in (("test", model), ("a", expected)):
+        ids = tokenizer.encode("def f(", True)
+        texts[name] = tokenizer.decode(ids + greedy_tokens(net, torch.tensor([ids]), 8))
+    with http_server(model, tokenizer, engine=dict(adapters=pool)) as (server, url):
+        server.adapters, server.read_adapter = pool, partial(SRUN.read_adapter, pool)
+        server.model.adapters = pool.adapters
+        post = partial(http_post, url)
+        assert post("/v1/completions", ask | {"model": "a"}).status_code == 404
+        with ThreadPoolExecutor() as threads:
+            slow = threads.submit(post, "/v1/completions", ask | {"max_tokens": 300})
+            for body, status, words in (
+                ({"lora_name": "a", "lora_path": str(tmp_path)}, 400, "adapter_config.json"),
+                ({"lora_name": "../a", "lora_path": str(folder)}, 400, "a name has letters"),
+                ({"lora_name": "test", "lora_path": str(folder)}, 400, "the model's own"),
+                ({"lora_name": "a"}, 400, "lora_path must be"),
+                ({"lora_name": "a", "lora_path": str(folder), "x": 1}, 400, "x is not supported"),
+                ({"lora_name": "a", "lora_path": str(folder)}, 200, "Success"),
+                ({"lora_name": "a", "lora_path": str(folder)}, 400, "loaded already"),
+            ):
+                done = post("/v1/load_lora_adapter", body)
+                assert (done.status_code, words in done.text) == (status, True), done.text
+            assert slow.result().status_code == 200
+        listed = httpx.get(f"{url}/v1/models").json()["data"]
+        assert [m["id"] for m in listed] == ["test", "a"] and listed[1]["parent"] == "test"
+        assert httpx.get(f"{url}/v1/models/a").json()["id"] == "a"
+        for name, text in texts.items():
+            done = post("/v1/completions", ask | {"model": name}).json()
+            assert done["model"] == name and "def f(" + done["choices"][0]["text"] == text
+        assert post("/v1/unload_lora_adapter", {"lora_name": "b"}).status_code == 404
+        assert post("/v1/unload_lora_adapter", {"lora_name": "a"}).status_code == 200
+        assert post("/v1/completions", ask | {"model": "a"}).status_code == 404
+        host = SimpleNamespace(host="10.0.0.1")
+        with pytest.raises(OA.APIError, match="from this machine"):
+            asyncio.run(server._adapter_fields(SimpleNamespace(client=host), "lora_name"))
+    with http_server(keys=(b"k",)) as (server, url):
+        for path in ("load", "unload"):
+            assert http_post(url, f"/v1/{path}_lora_adapter", {}).status_code == 401
+        done = http_post(url, "/v1/load_lora_adapter", {}, authorization="Bearer k")
+        assert done.status_code == 400 and "start it with --adapters" in done.text
 
 
 # --------------------------------------------------------------------------------------------------

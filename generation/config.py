@@ -190,6 +190,10 @@ class GenerateConfig(Settings):
         "optionally id, priority, fields (an object, which replaces {fields} in the prompt), regex "
         "or json_schema (an object), and sampling fields, whose defaults are the flags above",
         metavar="FILE")
+    adapters: str | None = flag(
+        None, "LoRA adapters in PEFT's format that requests of --batch (field adapter) and --serve "
+        "(field model) can name; --serve loads and unloads more at run time; '' has none at first",
+        metavar="NAME=DIR,...")
     reorder: bool = flag(
         False, "reorder the requests of --batch, and the fields of each, so that more prefixes are "
         "cached, and compute equal requests once; reads the whole file first")
@@ -231,6 +235,8 @@ class GenerateConfig(Settings):
     request_timeout: float = rare(600.0, "seconds that a request of --serve may take", "positive")
     cors_origin: str = rare("", "origin whose pages may call --serve, or *")
     slo: str = rare("1:0.1", "seconds to the first token, and per further token, for goodput")
+    merge_adapters: bool = rare(
+        False, "with --adapters: merge the most used one into the weights while that pays")
     arrival_cv: float = rare(1.0, "variation of the time between arrivals; 1: Poisson", "0 or more")
     input_tokens: str = rare("16:128", "tokens of a random prompt, uniform from A to B")
     output_tokens: str = rare("16:64", "tokens of a random output, uniform from A to B")
@@ -282,6 +288,7 @@ REQUIRES = [
     ("reference", "speculate=ngram|staged"),
     ("forced_acceptance", "speculate=ngram|draft|staged|exit|mtp|head"),
     ("forced_acceptance", "bench bench_serving"),
+    ("adapters", "batch serve"), ("merge_adapters", "adapters"),
     *((name, "batch bench_serving serve program") for name in (
         "kv_blocks", "block_size", "max_num_batched_tokens", "max_num_seqs", "kv_cache_dtype",
         "prefix_cache", "policy", "continuous", "kv_swap")),
@@ -333,6 +340,10 @@ EXCLUDES = [
     ("adapter", "quantize save quantize_report dummy ep tp pp", "it is merged into 16-bit weights"),
     ("finetune", "dummy quantize offload tp pp ep compile cascade",
      "it trains on 16-bit weights in place"),
+    ("adapters", "adapter compile offload tp pp ep kv_cache_dtype=fp8 "
+     "cascade finetune",
+     "its layers have weights in the KV cache of one device"),
+    ("merge_adapters", "quantize", "adapters are merged into 16-bit weights"),
     ("prompt_tokens", "prompt chat", "the prompt is random"),
     ("regex", "json_schema", "a text has one grammar"),
     *((name, "compile pp ep shard_batch", "it masks on the host and drafts forced tokens")
@@ -384,6 +395,8 @@ def parse_args(argv: list[str]) -> GenerateConfig:
         raise ValueError(f"--cascade-threshold must be from 0 to 1, not {args.cascade_threshold}")
     args.slo = parse_slo(args.slo)
     args.early_exit, args.exit_ramps = parse_exits(args)
+    if args.adapters is not None:
+        args.adapters = parse_adapters(args.adapters)
     try:
         make_policy(args.policy)
     except ValueError as e:
@@ -452,6 +465,15 @@ def parse_exits(args: GenerateConfig) -> tuple[tuple[int, int] | float | None, l
     return share, [*map(int, ramps)]
 
 
+def parse_adapters(text: str) -> list[tuple[str, Path]]:
+    """NAME=DIR,...; ValueError names the flag."""
+    pairs = [entry.partition("=") for entry in filter(None, text.split(","))]
+    for name, _, folder in pairs:
+        if not name or not folder:
+            raise ValueError(f"--adapters must be NAME=DIR,..., not {text!r}")
+    return [(name, Path(folder)) for name, _, folder in pairs]
+
+
 def parse_placement(text: str) -> Placement:
     """P:D, workers, or PxT:DxT, workers and ranks of each; ValueError names the flag."""
     match = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?:([1-9]\d*)(?:x([1-9]\d*))?", text)
@@ -471,7 +493,8 @@ def read_sampling(args: GenerateConfig) -> SamplingParams:
             raise ValueError(f"--set logit_bias must be ID:BIAS,..., not {entry!r}") from None
     try:
         values = {f.name: getattr(args, f.name) for f in fields(SamplingParams)}
-        return SamplingParams(**values | {"logit_bias": tuple(bias)})
+        values |= {"logit_bias": tuple(bias), "adapter": None}  # --adapter is merged
+        return SamplingParams(**values)
     except ValueError as e:
         name, _, rest = str(e).partition(" ")
         raise ValueError(f"{args.shown(name)} {rest}") from None

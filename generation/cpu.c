@@ -519,4 +519,5 @@ void linear(const Matrix *m, const float *x, float *y, int64_t R) {
 }
 
 #include "cpu_weight_only.c"
+#include "cpu_adapters.c"
 #include "cpu_decode.c"

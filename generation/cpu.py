@@ -72,8 +72,9 @@ def load_kernels(march: str = "native") -> ctypes.CDLL | None:
         lib = ctypes.CDLL(str(compile_kernels(compiler, flags)))
         for name, pointers, sizes in (
             ("linear", 3, 1),
-            ("decode", 5, 1),
+            ("decode", 6, 1),
             ("experts", 7, 1),
+            ("add_adapters", 6, 2),
             ("gemv_int8", 4, 2),
             ("gemv_int4", 5, 3),
             ("unpack", 4, 3),

@@ -30,6 +30,8 @@ typedef struct { /* a step of R tokens: its input, and what its threads share */
     const int64_t *positions;                 /* (R,) */
     float *x;                                 /* (R, C): the residual stream */
     float *q, *k, *v, *attended, *hidden;     /* (R, Q), (R, KV), (R, KV), (R, Q), (R, F) */
+    const Adapters *adapters;
+    float *low;                               /* (3, adapters->size) */
 } Step;
 
 typedef struct { /* thread t of T, and its own buffers */
@@ -39,6 +41,7 @@ typedef struct { /* thread t of T, and its own buffers */
     float *scores;                            /* (Hq / Hkv, longest) */
     int64_t *at;                              /* (longest,): where the keys are */
     int64_t longest;                          /* most keys of a token, in whole registers */
+    uint16_t *buffer;                         /* (RANKS, widest), of adapters */
 } Thread;
 
 static void rms_norm(const float *x, const uint16_t *weight, float eps, int64_t C, float *y) {
@@ -186,8 +189,30 @@ static void attend(
         weighted_sum(scores + g * longest, longest, v, at, S, D, out + g * D, 1);
 }
 
+/* y[i] (R, F[i]) += the adapters' part for `count` linears of a layer with input x (R, C), the
+   targets from `target` on: this thread's columns. Threads meet in between. */
+static void add_adapters_to(
+    const Model *m, int64_t layer, int64_t target, int64_t count, const Step *s, Thread *own,
+    const float *x, int64_t C, float **y, const int64_t *F, int64_t format
+) {
+    if (s->adapters->n == 0) return;
+    const Layer *l = m->layers + layer;
+    const Group group = {
+        l->k_cache, 2 * m->Hkv, l->head_stride, l->block_stride, layer, target, count
+    };
+    const int64_t t = own->t, T = own->T;
+    if (format != BF16) round_rows(&own->in, x, s->R, C, BF16);
+    shrink(s->adapters, &group, &own->in, C, s->low, own->buffer, t, T);
+    #pragma omp barrier
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t f[] = {SHARE(F[i])};
+        expand(s->adapters, &group, i, s->low, y[i], NULL, NULL, F[i], f[0], f[1]);
+    }
+}
+
 /* x += attention(norm(x)). KV head h of token r is task r * Hkv + h. */
-static void attention_block(const Model *m, const Layer *l, const Step *s, Thread *own) {
+static void attention_block(const Model *m, int64_t i, const Step *s, Thread *own) {
+    const Layer *l = m->layers + i;
     const int64_t R = s->R, C = m->C, D = m->D, Q = m->Hq * D, KV = m->Hkv * D, n = m->rope_dim / 2;
     const int64_t t = own->t, T = own->T, group = m->Hq / m->Hkv;
     for (int64_t r = 0; r < R; r++)
@@ -196,6 +221,9 @@ static void attention_block(const Model *m, const Layer *l, const Step *s, Threa
     matmul(&l->q, &own->in, R, s->q, Q, 0, SHARE(Q));
     matmul(&l->k, &own->in, R, s->k, KV, 0, SHARE(KV));
     matmul(&l->v, &own->in, R, s->v, KV, 0, SHARE(KV));
+    float *qkv[] = {s->q, s->k, s->v};
+    const int64_t sizes[] = {Q, KV, KV};
+    add_adapters_to(m, i, 0, 3, s, own, own->normed, C, qkv, sizes, l->q.format);
     #pragma omp barrier
     #pragma omp for schedule(static)
     for (int64_t task = 0; task < R * m->Hkv; task++) {
@@ -218,11 +246,13 @@ static void attention_block(const Model *m, const Layer *l, const Step *s, Threa
     }
     round_rows(&own->in, s->attended, R, Q, l->o.format);
     matmul(&l->o, &own->in, R, s->x, C, 1, SHARE(C));
+    add_adapters_to(m, i, 3, 1, s, own, s->attended, Q, (float *[]){s->x}, &C, l->o.format);
     #pragma omp barrier
 }
 
 /* x += down(silu(gate(norm(x))) * up(norm(x))) */
-static void mlp_block(const Model *m, const Layer *l, const Step *s, Thread *own) {
+static void mlp_block(const Model *m, int64_t i, const Step *s, Thread *own) {
+    const Layer *l = m->layers + i;
     const int64_t R = s->R, C = m->C, F = m->F, t = own->t, T = own->T, f[] = {SHARE(F)};
     float *hidden = s->hidden;
     for (int64_t r = 0; r < R; r++)
@@ -230,12 +260,16 @@ static void mlp_block(const Model *m, const Layer *l, const Step *s, Thread *own
     round_rows(&own->in, own->normed, R, C, l->gate.format);
     matmul(&l->gate, &own->in, R, hidden, F, 0, f[0], f[1]);
     matmul(&l->up, &own->in, R, own->up, F, 0, f[0], f[1]);
+    float *gate_up[] = {hidden, own->up};
+    const int64_t sizes[] = {F, F};
+    add_adapters_to(m, i, 4, 2, s, own, own->normed, C, gate_up, sizes, l->gate.format);
     for (int64_t r = 0; r < R; r++)
-        for (int64_t i = r * F + f[0]; i < r * F + f[1]; i++)
-            hidden[i] *= own->up[i] / (1 + exponential(-hidden[i]));
+        for (int64_t k = r * F + f[0]; k < r * F + f[1]; k++)
+            hidden[k] *= own->up[k] / (1 + exponential(-hidden[k]));
     #pragma omp barrier
     round_rows(&own->in, hidden, R, F, l->down.format);
     matmul(&l->down, &own->in, R, s->x, C, 1, SHARE(C));
+    add_adapters_to(m, i, 6, 1, s, own, hidden, F, (float *[]){s->x}, &C, l->down.format);
     #pragma omp barrier
 }
 
@@ -243,28 +277,32 @@ static void mlp_block(const Model *m, const Layer *l, const Step *s, Thread *own
    positions[r]; cos and sin (R, rope_dim / 2). A sequence may have several tokens. */
 void decode(
     const Model *m, float *x, const float *cos, const float *sin, const int64_t *positions,
-    int64_t R
+    const Adapters *adapters, int64_t R
 ) {
     const int64_t C = m->C, F = m->F, Q = m->Hq * m->D, KV = m->Hkv * m->D;
     const int64_t widest = C > F ? (C > Q ? C : Q) : (F > Q ? F : Q); /* input of a matmul */
     int64_t last = 0;
     for (int64_t r = 0; r < R; r++) last = positions[r] > last ? positions[r] : last;
     const int64_t longest = last / 16 * 16 + 16, group = m->Hq / m->Hkv;
-    float *q = malloc(R * (2 * Q + 2 * KV + F) * sizeof(float)), *k = q + R * Q, *v = k + R * KV;
-    float *attended = v + R * KV, *hidden = attended + R * Q;
-    const Step step = {R, cos, sin, positions, x, q, k, v, attended, hidden};
+    const int64_t size = R * (2 * Q + 2 * KV + F) + 3 * adapters->size;
+    float *q = malloc(size * sizeof(float)), *k = q + R * Q, *v = k + R * KV;
+    float *attended = v + R * KV, *hidden = attended + R * Q, *low = hidden + R * F;
+    const Step step = {
+        R, cos, sin, positions, x, q, k, v, attended, hidden, adapters, low
+    };
     #pragma omp parallel
     {
         float *normed = malloc((R * (C + F) + group * longest) * sizeof(float));
         float *up = normed + R * C, *scores = up + R * F;
         int64_t *at = malloc(longest * sizeof(int64_t));
         const int64_t t = omp_get_thread_num(), T = omp_get_num_threads();
-        Thread own = {t, T, new_rows(R, widest), normed, up, scores, at, longest};
+        uint16_t *buffer = malloc(RANKS * widest * sizeof(uint16_t));
+        Thread own = {t, T, new_rows(R, widest), normed, up, scores, at, longest, buffer};
         for (int64_t i = 0; i < m->L; i++) {
-            attention_block(m, m->layers + i, &step, &own);
-            mlp_block(m, m->layers + i, &step, &own);
+            attention_block(m, i, &step, &own);
+            mlp_block(m, i, &step, &own);
         }
-        free(own.in.values), free(normed), free(at);
+        free(own.in.values), free(normed), free(at), free(buffer);
     }
     free(q);
 }

@@ -50,6 +50,7 @@ from model import (
 )
 from paged_kv import PagedKVCache, Step
 from quantize import BlockScheme, QuantizedLinear, QuantizedStack
+from serving import adapters
 
 
 def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
@@ -79,6 +80,69 @@ class Model(ctypes.Structure):
     ]
 
 
+class Segment(ctypes.Structure):
+    """cpu_adapters.c's Segment."""
+
+    _fields_ = [
+        *_fields(ctypes.c_int64, "first end rank low"),
+        *_fields(ctypes.c_void_p, "blocks offsets"), ("scale", ctypes.c_float),
+    ]  # fmt: skip
+
+
+class Adapters(ctypes.Structure):
+    """cpu_adapters.c's Adapters. `tensors` are those that it points to."""
+
+    _fields_ = [("segments", ctypes.POINTER(Segment)), *_fields(ctypes.c_int64, "n targets size")]
+
+    @classmethod
+    def of(cls, batch: adapters.Batch | None, first_layer: int) -> Adapters:
+        """The segments of a step, for layers from first_layer on."""
+        segments, tensors, size = [] if batch is None else batch.segments, [], 0
+        structs = (Segment * len(segments))()
+        for i, (adapter, first, end, scale) in enumerate(segments):
+            blocks = torch.tensor(adapter.blocks, dtype=torch.int32)
+            offsets = adapter.offsets[first_layer:]
+            pointers = blocks.data_ptr(), offsets.data_ptr()
+            structs[i] = Segment(first, end, adapter.rank, size, *pointers, scale)
+            tensors.append((blocks, offsets))
+            size += (end - first) * adapter.rank
+        targets = segments[0].adapter.offsets.shape[1] if segments else 0
+        made = cls(structs, len(segments), targets, size)
+        made.tensors = tensors
+        return made
+
+
+class Group(ctypes.Structure):
+    """cpu_adapters.c's Group."""
+
+    _fields_ = [("pages", ctypes.c_void_p)]
+    _fields_ += _fields(ctypes.c_int64, "parts part_stride chunk layer target count")
+
+
+def add_adapters(
+    batch: adapters.Batch, x: Tensor, ys: list[Tensor], first: adapters.AdapterLinear
+) -> None:
+    """AdapterPool's `kernels` in C: x (N, C), ys (N, F) each, in place; torch's matmuls if they are
+    not bf16."""
+    tensors = [x, *ys, batch.pages[first.layer]]
+    if any(t.dtype != torch.bfloat16 or not t.is_contiguous() for t in tensors):
+        return batch.add_segments(x, ys, first)
+    if not batch.segments:
+        return None
+    pages, x = tensors[-1], x if batch.in_order else x[batch.order]
+    segments = batch.cached or Adapters.of(batch, 0)
+    batch.cached = segments
+    parts, _, chunk = pages.shape
+    group = Group(
+        pages.data_ptr(), parts, pages.stride(0), chunk, first.layer, first.target, len(ys)
+    )
+    y = (ctypes.c_void_p * len(ys))(*(t.data_ptr() for t in ys))
+    sizes = (ctypes.c_int64 * len(ys))(*(t.shape[1] for t in ys))
+    structs = map(ctypes.byref, (segments, group))
+    pointers = x.data_ptr(), y, sizes, batch.order.data_ptr()
+    return cpu.load_kernels().add_adapters(*structs, *pointers, *x.shape)
+
+
 class FusedLayers:
     """Consecutive layers of a model, called like one of them. Each must be `supported`. The values
     of their parameters may change in place; no parameter, module or hook may be replaced or added.
@@ -86,6 +150,7 @@ class FusedLayers:
 
     def __init__(self, layers: Sequence[nn.Module]):
         self.layers, self.tensors, self.lock = layers, [], threading.Lock()
+        self.batch = getattr(layers[0].attention.q_proj, "batch", None)  # of adapters
         self.structs = (Layer * len(layers))(*map(self._layer, layers))
         first, a = self.structs[0], layers[0].attention
         heads = first.q.N // a.head_dim, first.k.N // a.head_dim
@@ -117,14 +182,25 @@ class FusedLayers:
             x = layer(x, rope, positions, attend, *source)
         return x
 
+    def _order(self) -> Tensor | None:
+        """The order of tokens in which those with one adapter are consecutive, if any has one."""
+        return self.batch.order if self.batch is not None and self.batch.segments else None
+
     def _decode(self, x: Tensor, rope: tuple[Tensor, Tensor], positions: Tensor) -> Tensor:
-        B, T, _ = x.shape
-        hidden, positions = x.float().contiguous(), positions.long().expand(B, T).contiguous()
-        cos, sin = (t.expand(B, T, 1, -1).contiguous() for t in rope)
+        B, T, C = x.shape
+        hidden, positions = x.float().view(-1, C), positions.long().expand(B, T).flatten()
+        cos, sin = (t.expand(B, T, 1, -1).reshape(B * T, -1) for t in rope)
+        tensors, order = (hidden, cos, sin, positions), self._order()
+        if order is not None:
+            tensors = [t[order] for t in tensors]
+        tensors = [t.contiguous() for t in tensors]
         self.model.rope_dim = 2 * cos.shape[-1]
-        pointers = [t.data_ptr() for t in (hidden, cos, sin, positions)]
+        segments = Adapters.of(self.batch, self.layers[0].attention.spec.index)
+        pointers = [*(t.data_ptr() for t in tensors), ctypes.byref(segments)]
         cpu.load_kernels().decode(ctypes.byref(self.model), *pointers, B * T)
-        return hidden.type_as(x)
+        if order is None:
+            return tensors[0].view(B, T, C).type_as(x)
+        return hidden.index_copy_(0, order, tensors[0]).view(B, T, C).type_as(x)
 
     def _layer(self, layer: nn.Module) -> Layer:
         """The struct of a layer, without its keys and values."""
@@ -166,6 +242,7 @@ class FusedLayers:
         k = [cache.k[layer.attention.spec.index] for layer in self.layers]
         rings = [t.shape[2] if t.shape[2] < cache.max_len else 0 for t in k]
         fits = k[0].dtype == x.dtype and len(k[0]) == B and 0 <= first and last < cache.max_len
+        fits = fits and self._order() is None
         if not fits or T > 1 and any(rings):
             return None
         tables = torch.arange(B, dtype=torch.int32).repeat_interleave(T)
@@ -189,6 +266,8 @@ class FusedLayers:
             None if table is None else (slots, table.repeat_interleave(counts, 0).contiguous())
             for slots, table in kinds
         ]
+        if (order := self._order()) is not None:
+            kinds = [None if kind is None else (kind[0][order], kind[1][order]) for kind in kinds]
         for struct, layer in zip(self.structs, self.layers):
             index = layer.attention.spec.index
             (keys, values), (slots, table) = cache.pages[index], kinds[index in cache.windowed]
@@ -248,7 +327,8 @@ def supported(layer: nn.Module, first: nn.Module) -> bool:
     a, mlp = layer.attention, layer.mlp
     if type(a) is not Attention or type(mlp) is not MLP:
         return False
-    plain = a.linear_fn is mlp.linear_fn is apply_linears and a.temperature is a.q_conv is None
+    plain = a.linear_fn is mlp.linear_fn and a.temperature is a.q_conv is None
+    plain = plain and a.linear_fn in (apply_linears, adapters.apply_linears)
     plain = plain and a.spec == AttentionSpec(a.spec.index, a.spec.scale, a.spec.window)
     hooked = any(m._forward_hooks or m._forward_pre_hooks for m in layer.modules())
     bf16 = all(t.is_cpu and t.dtype == torch.bfloat16 for t in layer.parameters())
@@ -261,7 +341,8 @@ def _linears(layer: nn.Module) -> list[nn.Module]:
     """In the order of the fields of Layer."""
     a, mlp = layer.attention, layer.mlp
     projections = (a.q_proj, a.k_proj, a.v_proj, a.o_proj)
-    return [*projections, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    linears = [*projections, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    return [getattr(linear, "base", linear) for linear in linears]  # of an AdapterLinear
 
 
 def _constants(layer: nn.Module) -> list[Any]:

@@ -188,6 +188,19 @@ class AsyncEngine:
             self.n_submitting -= len(requests)
         return stream
 
+    async def run(self, function: Callable[[], Any]) -> Any:
+        """Its result, called between two steps."""
+        done: Future[Any] = Future()
+
+        def command() -> None:
+            try:
+                done.set_result(function())
+            except Exception as e:
+                done.set_exception(e)
+
+        self._command(command)
+        return await asyncio.wrap_future(done)
+
     def close_stream(self, stream: Stream, then: Callable[[], Any] = lambda: None) -> None:
         """Abort what has not finished: its blocks are free before the next step. Then, in the
         loop, call `then`."""

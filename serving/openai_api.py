@@ -17,7 +17,7 @@ if __name__ == "__main__":
 
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +77,7 @@ class Model:
     context: int  # tokens of prompt and output at most
     vocab_size: int
     max_bytes: int = 2**20  # of a text: more cannot fit the context, and is not tokenized
+    adapters: Collection[str] = ()  # names of LoRA adapters, each a model of the API
 
 
 @dataclass
@@ -114,7 +115,7 @@ def parse_completion(body: Mapping[str, Any], model: Model) -> Call:
     echo, top = _typed(body, "echo", bool, False), _integer(body, "logprobs", MAX_LOGPROBS)
     tokens = body.get("max_tokens", 16)
     no_output = echo and type(tokens) is int and tokens == 0
-    params = _sampling_params(body, 1 if no_output else tokens, top, chat=False)
+    params = _sampling_params(body, model, 1 if no_output else tokens, top, chat=False)
     if (best_of := body.get("best_of", params.n)) != params.n or type(best_of) is not int:
         raise APIError(400, f"best_of must equal n ({params.n}), not {best_of!r}", "best_of")
     requests = [Request("", 0, ids, params) for ids in prompts]
@@ -135,7 +136,7 @@ def parse_chat(body: Mapping[str, Any], model: Model) -> Call:
         raise APIError(400, "give max_completion_tokens or max_tokens, not both", "max_tokens")
     room = max(1, model.context - len(ids))
     tokens = body.get("max_completion_tokens", body.get("max_tokens", room))
-    params = _sampling_params(body, tokens, top, chat=True)
+    params = _sampling_params(body, model, tokens, top, chat=True)
     request = Request("", 0, ids, params, continues=False)
     return Call([request], chat=True, top_logprobs=top, **_stream_fields(body))
 
@@ -148,16 +149,19 @@ def known_fields(body: Any, fields: Set[str], model: Model) -> dict[str, Any]:
     for name in sorted(body.keys() - fields):
         text = f"{name} is not supported; supported: {', '.join(sorted(fields))}"
         raise APIError(400, text, name)
-    if (name := body.get("model", model.name)) != model.name:
-        raise APIError(404, f"there is no model {name!r}; this server has {model.name!r}", "model")
+    name, names = body.get("model", model.name), [model.name, *model.adapters]
+    if name not in names:
+        have = ", ".join(map(repr, names))
+        raise APIError(404, f"there is no model {name!r}; this server has {have}", "model")
     return body
 
 
 def _sampling_params(
-    body: Mapping[str, Any], max_tokens: Any, logprobs: int | None, chat: bool
+    body: Mapping[str, Any], model: Model, max_tokens: Any, logprobs: int | None, chat: bool
 ) -> SamplingParams:
     given = {ours: body[name] for name, ours in SAMPLING.items() if name in body}
     given.setdefault("seed", secrets.randbits(31))
+    given["adapter"] = body["model"] if body.get("model") in model.adapters else None
     try:
         given["grammar"] = from_response_format(body.get("response_format", {"type": "text"}))
     except ValueError as e:
@@ -292,7 +296,7 @@ class ResponseWriter:
         kind = "chat.completion" if self.call.chat else "text_completion"
         kind += ".chunk" if chunk and self.call.chat else ""
         head = {"id": self.call.id, "object": kind, "created": self.call.created}
-        return head | {"model": self.model.name}
+        return head | {"model": self.call.requests[0].params.adapter or self.model.name}
 
     def first_chunks(self) -> Iterator[dict[str, Any]]:
         """The role of a chat's choices."""

@@ -507,9 +507,9 @@ class KnowledgeCache:
 
     def _depth(self, node: int) -> int:
         if node not in self.depths:  # one pass for all new nodes; parents come first
-            self.depths = {0: 0}
+            self.depths = {}
             for parent, _, own in self.allocator.entries.values():
-                self.depths[own] = self.depths[parent] + 1
+                self.depths[own] = self.depths.get(parent, 0) + 1
         return self.depths[node]
 
     def eviction_key(self, block: int) -> float:

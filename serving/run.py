@@ -29,6 +29,8 @@ import torch.distributed as dist
 
 from generation.bench import device_name
 from generation.config import GenerateConfig
+from generation.cpu import load_kernels
+from generation.cpu_decode import add_adapters, install_
 from generation.load import is_quantized, load, load_draft, moe_layers, pick_device
 from generation.prompt import prompt_text
 from generation.ranks import (
@@ -36,13 +38,16 @@ from generation.ranks import (
 )  # fmt: skip
 from huggingface.chat_template import load_chat_template
 from huggingface.tokenizer import Tokenizer, eos_ids
-from huggingface.weights import read_config
+from huggingface.weights import hf_modules, read_config
 from model import CONFIGS, ModelConfig, Transformer
 from serving import batch as serving_batch
+from serving.adapters import Adapter, AdapterPool
 from serving.disaggregated import Placement, Worker, placements, search
 from serving.lockstep import follow, on_rank0
+from serving.merging import Merging
 from serving.policies import make_policy
 from serving.traces import FRESH, Arrival, generate
+from training.lora import read_adapters
 
 
 def engine_options(args: GenerateConfig, model: Transformer) -> dict[str, Any]:
@@ -107,13 +112,44 @@ def build_service(args: GenerateConfig) -> serving_batch.Service:
     with torch.inference_mode(args.finetune is None):  # such weights cannot be used in autograd
         model, tokenizer = run_on_all_or_raise(partial(load, args, device))
         eos = () if args.dummy else eos_ids(args.checkpoint, model.config.eos_ids)
-        service = serving_batch.Service(model, tokenizer, eos, **engine_options(args, model))
+        options = engine_options(args, model)
+        if args.adapters is not None:
+            options["adapters"] = make_pool(model, args.merge_adapters)
+        service = serving_batch.Service(model, tokenizer, eos, **options)
         if args.finetune is not None:
             from serving import finetune  # here: its imports take a second
 
             service.tuner = finetune.start(args.finetune, service)
+    for name, folder in args.adapters or ():
+        register_adapter(service.engine.adapters, name, folder)
     enable_speculative_decoding(args, service.engine, tokenizer)
     return service
+
+
+def make_pool(model: Transformer, merge: bool = False) -> AdapterPool:
+    """The AdapterPool of --adapters, for a loaded model."""
+    on_cpu = model.embed.weight.device.type == "cpu" and load_kernels() is not None
+    pool = AdapterPool(model, add_adapters if on_cpu else None, Merging if merge else None)
+    if on_cpu:
+        install_(model)  # again: its fused layers read the linears when they are made
+    return pool
+
+
+def read_adapter(pool: AdapterPool, name: str, folder: str | os.PathLike) -> Adapter:
+    """An adapter in PEFT's format, not served yet. Another thread than the Engine's may call it.
+    ValueError says what is wrong with it."""
+    with torch.device("meta"):  # the names of quantized layers too
+        names = hf_modules(Transformer(pool.model.config))
+    rank, alpha, weights = read_adapters(folder, pool.shapes, lambda x: names.get(x, x))
+    return pool.add(name, rank, alpha / rank, weights)
+
+
+def register_adapter(pool: AdapterPool, name: str, folder: str | os.PathLike) -> None:
+    """Read and serve an adapter. ValueError names the flag."""
+    try:
+        pool.register(read_adapter(pool, name, folder))
+    except ValueError as e:
+        raise ValueError(f"--adapters {name}={folder}: {e}") from None
 
 
 def batch_files(args: GenerateConfig) -> tuple[Path, dict]:
@@ -309,8 +345,10 @@ def serve(args: GenerateConfig) -> None:
     if args.cascade is not None:
         make_engine = cascade_engine(args, service)
     device = device_name(service.engine.model.embed.weight.device, args.mesh)
+    pool = service.engine.adapters
+    model.adapters = () if pool is None else pool.adapters
     with saved_adapters(service):
-        serve_engine(args, make_engine, model, listener, device)
+        serve_engine(args, make_engine, model, listener, device, pool)
     broadcast_object(None)  # to `follow`
 
 
@@ -335,9 +373,10 @@ def cascade_engine(args: GenerateConfig, service: serving_batch.Service) -> Any:
 
 
 def serve_engine(
-    args: GenerateConfig, make_engine: Any, model: Any, listener: socket.socket, where: str
-) -> None:
-    """Serve on a socket until a signal."""
+    args: GenerateConfig, make_engine: Any, model: Any, listener: socket.socket, where: str,
+    pool: AdapterPool | None = None,
+) -> None:  # fmt: skip
+    """Serve on a socket until a signal. pool: where adapters can be loaded at run time."""
     from serving import server
 
     with address_errors(args):
@@ -345,7 +384,8 @@ def serve_engine(
     limits = server.Limits(args.max_queue, drain_timeout=args.drain_timeout)
     limits.request_timeout = args.request_timeout
     keys = tuple(key.encode() for key in args.api_key)
-    app = server.Server(make_engine, model, keys, limits, args.cors_origin)
+    read = None if pool is None else partial(read_adapter, pool)
+    app = server.Server(make_engine, model, keys, limits, args.cors_origin, pool, read)
     host, port = listener.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
     print(f"[{where}] {model.name}: http://{host}:{port}", file=sys.stderr, flush=True)
@@ -359,7 +399,8 @@ def served_model(args: GenerateConfig, tokenizer: Tokenizer, capacity: int, voca
     name = Path(args.dummy or args.checkpoint).resolve().stem
     template = None if args.dummy else load_chat_template(args.checkpoint)
     longest = max(map(len, map(tokenizer.id_to_token, range(tokenizer.vocab_size))))
-    return Model(name, tokenizer, template, capacity, vocab_size, capacity * longest)
+    names = [name for name, _ in args.adapters or ()]
+    return Model(name, tokenizer, template, capacity, vocab_size, capacity * longest, names)
 
 
 def parse_address(args: GenerateConfig) -> tuple[str, int]:

@@ -1,6 +1,7 @@
 """An HTTP server with the OpenAI API, on one Engine: `python generate.py --serve [HOST:PORT]`.
 
     POST /v1/completions, /v1/chat/completions    with and without streaming (openai_api.py)
+    POST /v1/load_lora_adapter, /v1/unload_lora_adapter    an adapter is a model (adapters.py)
     GET /v1/models    POST /tokenize, /detokenize    GET /health, /metrics    GET / a page
 
 The engine runs in a thread (async_engine.py); this file is what a server owes to its clients and to
@@ -52,6 +53,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from huggingface.tokenizer import one_line
 from paged_kv import Output, Sample
+from serving.adapters import Adapter, AdapterPool
 from serving.async_engine import AsyncEngine, Progress, Stats, Stream
 from serving.metrics import Metrics, log_line
 from serving.openai_api import APIError, Call, Model, ResponseWriter, encode, invalid
@@ -85,6 +87,8 @@ class Server:
     keys: tuple[bytes, ...] = ()
     limits: Limits = field(default_factory=Limits)
     origin: str = ""  # whose pages may call this server (CORS)
+    adapters: AdapterPool | None = None  # of the engine; None: it has none
+    read_adapter: Callable[[str, str], Adapter] | None = None  # name, folder -> not served yet
 
     def __post_init__(self):
         self.engine: AsyncEngine | None = None  # while it runs
@@ -100,6 +104,8 @@ class Server:
             route("/v1/completions", partial(self.generate, parse_completion), "POST"),
             route("/v1/chat/completions", partial(self.generate, parse_chat), "POST"),
             route("/v1/acks", self.acknowledge, "POST"),
+            route("/v1/load_lora_adapter", self.load_adapter, "POST"),
+            route("/v1/unload_lora_adapter", self.unload_adapter, "POST"),
             route("/v1/models", self.models, "GET"),
             route("/v1/models/{id:path}", self.models, "GET"),
             route("/tokenize", self.tokenize, "POST"),
@@ -266,12 +272,49 @@ class Server:
     # ---- the other routes ----
 
     async def models(self, request: HTTPRequest) -> Response:
-        model = {"id": self.model.name, "object": "model", "created": 0, "owned_by": "sheaf"}
-        model |= {"max_model_len": self.model.context, "chat": self.model.template is not None}
+        about = {"object": "model", "created": 0, "owned_by": "sheaf"}
+        about |= {"max_model_len": self.model.context, "chat": self.model.template is not None}
+        models = {self.model.name: {"id": self.model.name} | about}
+        for name in list(self.model.adapters):
+            models[name] = {"id": name} | about | {"parent": self.model.name}
         if (id := request.path_params.get("id")) is None:
-            return JSONResponse({"object": "list", "data": [model]})
+            return JSONResponse({"object": "list", "data": list(models.values())})
         known_fields({"model": id}, {"model"}, self.model)
-        return JSONResponse(model)
+        return JSONResponse(models[id])
+
+    async def load_adapter(self, request: HTTPRequest) -> Response:
+        """Read and check an adapter in a thread, then serve it: other requests run meanwhile."""
+        name, folder = await self._adapter_fields(request, "lora_name", "lora_path")
+        if name == self.model.name:
+            raise APIError(400, f"lora_name {name!r} is the model's own", "lora_name")
+        try:
+            async with self.compilations:
+                adapter = await asyncio.to_thread(self.read_adapter, name, folder)
+            await self.engine.run(partial(self.adapters.register, adapter))
+        except ValueError as e:
+            raise APIError(400, one_line(e), "lora_path") from None
+        return Response(f"Success: LoRA adapter {name!r} added", media_type="text/plain")
+
+    async def unload_adapter(self, request: HTTPRequest) -> Response:
+        """No new requests for an adapter; those that it has finish."""
+        (name,) = await self._adapter_fields(request, "lora_name")
+        try:
+            await self.engine.run(partial(self.adapters.remove, name))
+        except ValueError as e:
+            raise APIError(404, one_line(e), "lora_name") from None
+        return Response(f"Success: LoRA adapter {name!r} removed", media_type="text/plain")
+
+    async def _adapter_fields(self, request: HTTPRequest, *names: str) -> list[str]:
+        """The fields of a body that changes the adapters, which a key or this machine may."""
+        if not self.keys and request.client.host not in ("127.0.0.1", "::1"):
+            raise APIError(403, "adapters are loaded from this machine, or with an --api-key")
+        if self.adapters is None:
+            raise APIError(400, "this server has no adapters; start it with --adapters")
+        body = known_fields(await self._json(request), {"lora_name", "lora_path"}, self.model)
+        for name in names:
+            if not isinstance(body.get(name), str) or not body[name]:
+                raise APIError(400, f"{name} must be a text", name)
+        return [body[name] for name in names]
 
     async def tokenize(self, request: HTTPRequest) -> Response:
         body = await self._json(request)

@@ -87,14 +87,19 @@ def apply_lora_(
     all other parameters. alpha: default rank, a scale alpha / rank of 1 (the paper's choice, 4.1).
     ValueError if no module matches or one cannot be adapted."""
     names = [name for name in _linears(model) if name.rpartition(".")[2] in targets]
+    _check_rank(rank, alpha := rank if alpha is None else alpha)
     what = "stacked experts are not supported" if targets else "give at least one"
     _check(names, f"targets {', '.join(targets)}: no nn.Linear has such a name ({what})")
-    return _adapt(model, names, rank, rank if alpha is None else alpha, seed)
+    return _adapt(model, names, rank, alpha, seed)
+
+
+def _check_rank(rank: Any, alpha: Any) -> None:
+    _check(isinstance(rank, int) and rank > 0, f"rank must be an integer above 0, not {rank!r}")
+    ok = isinstance(alpha, (int, float)) and 0 < alpha < math.inf
+    _check(ok, f"alpha must be a number above 0, not {alpha!r}")
 
 
 def _adapt(model: nn.Module, names: Sequence[str], rank: int, alpha: float, seed: int) -> nn.Module:
-    _check(isinstance(rank, int) and rank > 0, f"rank must be an integer above 0, not {rank!r}")
-    _check(0 < alpha < math.inf, f"alpha must be a number above 0, not {alpha!r}")
     users = Counter(p for _, p in model.named_parameters(remove_duplicate=False))
     for name in names:
         old = model.get_submodule(name)
@@ -207,8 +212,10 @@ def load_adapters_(
     model: nn.Module, folder: str | os.PathLike, rename: Callable[[str], str] = str
 ) -> nn.Module:
     """Add the adapters of a folder, written by save_adapters or PEFT, in place, to a model without
-    adapters. rename: see save_adapters. ValueError: see read_adapters."""
-    rank, alpha, tensors = read_adapters(_linears(model), folder, rename)
+    adapters. rename: see save_adapters. ValueError names the file and the unsupported field or the
+    tensor that does not match the model."""
+    shapes = {name: (m.in_features, m.out_features) for name, m in _linears(model).items()}
+    rank, alpha, tensors = read_adapters(folder, shapes, rename)
     _adapt(model, list(tensors), rank, alpha, seed=0)
     with torch.no_grad():
         for name, (a, b) in tensors.items():
@@ -219,10 +226,11 @@ def load_adapters_(
 
 
 def read_adapters(
-    linears: Mapping[str, nn.Linear], folder: str | os.PathLike, rename: Callable[[str], str] = str
-) -> tuple[int, float, dict[str, tuple[Tensor, Tensor]]]:
-    """(rank, alpha, {name: (A, B)}) of a folder, for some of the linear layers of a model.
-    ValueError names the file and the unsupported field or the tensor that does not match."""
+    folder: str | os.PathLike, shapes: Mapping[str, tuple[int, int]],
+    rename: Callable[[str], str] = str,
+) -> tuple[int, float, dict[str, tuple[Tensor, Tensor]]]:  # fmt: skip
+    """Rank, alpha, and A (rank, C) and B (F, rank) of each adapted module of a folder. shapes: C
+    and F of the modules that can be adapted. ValueError as in load_adapters_."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -233,7 +241,7 @@ def read_adapters(
     except (OSError, SafetensorError) as e:
         raise ValueError(f"{folder / WEIGHTS}: cannot be read ({e}); save it again") from None
     wanted = {}
-    for name in linears:
+    for name in shapes:
         keys = [f"{PREFIX}{rename(name)}.lora_{x}.weight" for x in "AB"]
         if any(key in tensors for key in keys):
             wanted[name] = keys
@@ -241,10 +249,12 @@ def read_adapters(
     error = f"{folder / WEIGHTS}: {unmatched[0] if unmatched else 'empty'}: no pair of lora_A and "
     _check(wanted and not unmatched, f"{error}lora_B for a layer of this model")
     for name, keys in wanted.items():
-        shapes = ((rank, linears[name].in_features), (linears[name].out_features, rank))
-        for key, shape in zip(keys, shapes):
+        C, F = shapes[name]
+        for key, shape in zip(keys, ((rank, C), (F, rank))):
             found = tuple(tensors[key].shape)
             _check(found == shape, f"{folder / WEIGHTS}: {key} has shape {found}, not {shape}")
+            finite = tensors[key].isfinite().all()
+            _check(finite, f"{folder / WEIGHTS}: {key} has values that are not finite")
     return rank, alpha, {name: (tensors[a], tensors[b]) for name, (a, b) in wanted.items()}
 
 
@@ -259,6 +269,10 @@ def _read_config(path: Path) -> tuple[int, float]:
     for field in (*UNSUPPORTED, *plain):
         ok = not config.get(field) or config[field] == plain.get(field)
         _check(ok, f"{path}: {field} is {config.get(field)!r}, which is not supported")
+    try:
+        _check_rank(rank, alpha)
+    except ValueError as e:
+        raise ValueError(f"{path}: {e}") from None
     return rank, alpha
 
 

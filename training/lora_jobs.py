@@ -186,7 +186,8 @@ def one_job(model: Transformer, job: str) -> Transformer:
 def load_job_(model: Transformer, job: LoRAJob) -> None:
     """Load job.adapter. ValueError if its layers, rank or scale are not the job's."""
     layers, names = job_layers(model, job.name), hf_modules(one_job(model, job.name))
-    rank, alpha, tensors = read_adapters(layers, job.adapter, names.__getitem__)
+    shapes = {name: (layer.in_features, layer.out_features) for name, layer in layers.items()}
+    rank, alpha, tensors = read_adapters(job.adapter, shapes, names.__getitem__)
     same = (rank, alpha / rank, tensors.keys()) == (job.rank, job.scale, layers.keys())
     wanted = f"has rank {rank}, alpha {alpha} and {len(tensors)} layers, not {job.rank}, "
     wanted += f"{job.scale * job.rank} and {len(layers)}"
