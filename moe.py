@@ -402,9 +402,15 @@ def _load_weight(
         G = tl.cdiv(K, FORMAT.SCALE_K)
         g = (start // FORMAT.SCALE_K + tl.arange(0, BLOCK_K // GROUP))[None, :]
         at = (e * tl.cdiv(N, FORMAT.SCALE_N) + n // FORMAT.SCALE_N)[:, None] * G + g
-        w = tl.reshape(q.to(tl.float32), (BLOCK_N, BLOCK_K // GROUP, GROUP))
+        shift = 0.0
+        if FORMAT.BITS == 4:  # the bits of 2 ** 23 + q: conversions have a quarter of the speed
+            shift, w = 8388608.0, (q.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)
+        else:
+            w = q.to(tl.float32)
+        w = tl.reshape(w, (BLOCK_N, BLOCK_K // GROUP, GROUP))
         if zeros_ptr is not None:
-            w -= tl.load(zeros_ptr + at, mask=g < G, other=0).to(tl.float32)[:, :, None]
+            zeros = tl.load(zeros_ptr + at, mask=g < G, other=0).to(tl.float32)
+            w -= (zeros + shift)[:, :, None]
         w *= tl.load(scales_ptr + at, mask=g < G, other=0.0).to(tl.float32)[:, :, None]
         return tl.trans(tl.reshape(w, (BLOCK_N, BLOCK_K))).to(dtype)
 
