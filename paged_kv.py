@@ -1747,7 +1747,9 @@ class Engine:
         self.pending_outputs: deque[tuple[Sequence, int, int, Tensor | None, float]] = deque()
         self.updated_outputs: dict[Any, Output] = {}  # for the caller of step
         self.n_arrivals = 0
-        # called in each step with what the requests leave of its budget of tokens
+        self.n_last_step = 0  # tokens
+        # called before each step with what the last one left of its budget of tokens: the outputs
+        # of that have been delivered
         self.background: Callable[[int], Any] | None = None
         self.counts = Counter(steps=0, tokens_run=0, tokens_new=0, proposed=0, accepted=0)
 
@@ -1887,12 +1889,12 @@ class Engine:
         sampler, drafter or policy raises, or the step is interrupted, no request is lost: the next
         step resumes."""
         self._deliver()
+        if self.background is not None:
+            self.background(self.scheduler.max_num_batched_tokens - self.n_last_step)
         before = self.counts["tokens_run"]
         if self.outputs:
             self._step()
-        if self.background is not None:
-            ran = self.counts["tokens_run"] - before
-            self.background(self.scheduler.max_num_batched_tokens - ran)
+        self.n_last_step = self.counts["tokens_run"] - before
         updated_outputs, self.updated_outputs = self.updated_outputs, {}
         return list(updated_outputs.values())
 

@@ -15738,7 +15738,7 @@ def test_cluster_bad_flags_and_missing_ray(monkeypatch, capsys):
         "--replicas 3:2": "--replicas must be", "--backend mp --replicas 1:2": "autoscaling",
         "--serve 0.0.0.0:80": "--api-key", "--top-k 3": "cannot be combined",
         "--pp 2": "--pp cannot be combined with --serve",
-        "--checkpoint /missing": "/missing",
+        "--finetune x": "--finetune: every replica", "--checkpoint /missing": "/missing",
     }.items():  # fmt: skip
         assert CLUSTER.main(argv.split() + ["--serve", "0"] * ("--serve" not in argv)) == 2
         error = capsys.readouterr().err
@@ -16429,6 +16429,17 @@ def test_programs_stream_is_in_order_of_ancestry():
     assert sum(sizes) > 1000 and sum(shuffled) > 50
 
 
+def test_programs_stream_of_a_failed_text_has_its_complete_pieces():
+    async def main():
+        value = VALUES.Value(bare_program())
+        lines = value.lines()
+        value.grow("a\nb")
+        value.resolve(error="x")
+        assert [item.text for _, item in lines.items] == ["a"] and lines.error == "x"
+
+    asyncio.run(main())
+
+
 def test_programs_infer_objectives():
     """Map and reduce: the outline and the reduction have the latency objective, the map stage is one
     group for throughput, a call that nobody awaits has it too; once one of the stage is left, that
@@ -16631,6 +16642,17 @@ def test_programs_examples(name):
     assert len(inspect.getsource(main).splitlines()) <= 14
 
 
+def test_programs_file_may_define_dataclasses(tmp_path):
+    """Also with annotations that are strings, which dataclasses evaluate in the file's module."""
+    (tmp_path / "queue.py").write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n\n\n"
+        "@dataclass\nclass A:\n    x: int\n\n\nasync def main(p, prompt):\n    return A(3).x\n"
+    )
+    main = SRUN.load_program(str(tmp_path / "queue.py"))
+    assert asyncio.run(main(None, "")) == 3 and not hasattr(sys.modules["queue"], "main")
+    del sys.modules[main.__module__]
+
+
 async def programs_refused(call: Callable[[PR.Program], Any]) -> None:
     call(bare_program())
 
@@ -16650,6 +16672,8 @@ PROGRAMS_BAD = {  # a call, and what its error says
     "one choice": (lambda p: p.select("x", ["a"]), "two or more different texts, not .'a'."),
     "equal choices": (lambda p: p.select("x", ["a", "a"]), "different texts"),
     "empty choice": (lambda p: p.state("x").select(["a", ""]), "different texts"),
+    "empty separator": (lambda p: p.call("x").lines(""), "separator must be a text, and not empty"),
+    "no separator": (lambda p: p.call("x").lines().lines(None), "separator must be .* not None"),
 }  # fmt: skip
 REFUSED |= {
     f"programs: {name}": (lambda call=call: asyncio.run(programs_refused(call)), words)
@@ -20857,8 +20881,16 @@ def test_finetune_flag_trains_while_it_serves(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         SRUN.batch(G.parse_args([f"--batch={file}", f"--finetune={tmp_path / 'job.json'}"]))
     for name in ("out", "interrupted"):
+        about = json.loads((tmp_path / name / LO.CONFIG).read_text())
+        assert about["base_model_name_or_path"] == str(SMALL)
         adapted = run_generate("def f(", "--adapter", tmp_path / name, "--max-new-tokens", 2)
         assert adapted.code == 0, adapted.err
+
+
+REFUSED["finetune: fp16"] = (
+    lambda: finetune.FineTuner(random_model(tiny(), 1).half(), finetune_job("x"), torch.arange(99)),
+    "fp16 weights need loss scaling",
+)
 
 
 def finetune_refused(job: dict):
@@ -20871,9 +20903,13 @@ FINETUNE_JOB = dict(data=["x"], out="y")
 for words, values in {
     "must be an object with data, out": dict(data=["x"]),
     "must be an object .* of data, out, rank": FINETUNE_JOB | dict(ranks=2),
-    "data must be a list.* above 0, not 'x'": FINETUNE_JOB | dict(data="x"),
-    "rank must be a int above 0, not 0": FINETUNE_JOB | dict(rank=0),
-    "lr must be a float above 0, not nan": FINETUNE_JOB | dict(lr=math.nan),
+    "data must be a list of paths, not 'x'": FINETUNE_JOB | dict(data="x"),
+    "rank must be an integer above 0, not 0": FINETUNE_JOB | dict(rank=0),
+    "batch_size must be an integer above 0, not 0": FINETUNE_JOB | dict(batch_size=0),
+    "seq_len must be an integer above 0, not True": FINETUNE_JOB | dict(seq_len=True),
+    "alpha must be a number above 0, not 0": FINETUNE_JOB | dict(alpha=0),
+    "lr must be a number above 0, not nan": FINETUNE_JOB | dict(lr=math.nan),
+    "seed must be an integer from 0 .* not -1": FINETUNE_JOB | dict(seed=-1),
     "40 tokens of data are too few for seq_len 64": FINETUNE_JOB | dict(seq_len=64),
 }.items():
     REFUSED[f"finetune: {words}"] = partial(finetune_refused, values), words
@@ -28223,7 +28259,7 @@ def train_runs(corpus, tiny_config, tmp_path_factory) -> TrainRuns:
     for name, text in {"empty.txt": " \n", "short.txt": "just a few words " * 3}.items():
         (folder / name).write_text(text)
     runs = TrainRuns(folder=folder, corpus=corpus, tiny=tiny_config, small=SMALL)
-    jobs = dict(name="a", rank=2, lr=2e-2), dict(name="b", rank=5, alpha=5.0, seed=3)
+    jobs = dict(name="train", rank=2, lr=2e-2), dict(name="b", rank=5, alpha=5.0, seed=3)
     text = [json.dumps(job | {"data": [str(corpus)]}) for job in jobs]
     (folder / "jobs.jsonl").write_text("\n".join(text))
     runs["jobs"] = folder / "jobs.jsonl"
@@ -28380,7 +28416,7 @@ def test_train_lora_jobs_equal_each_alone(train_runs, tmp_path):
     same rank may start."""
     flags = "--grad-clip 0.01"  # below all norms
     together = train_runs.finished(f"{TRAIN_RUNS['lora-jobs']} {flags} --batch-size 6")
-    for name, own in (("a", "--lora 2 --lr 2e-2"), ("b", "--lora 5 --lr 1e-2 --seed 3")):
+    for name, own in (("train", "--lora 2 --lr 2e-2"), ("b", "--lora 5 --lr 1e-2 --seed 3")):
         own += " --set lora_alpha=5" if name == "b" else ""
         alone = train_runs.run(f"--init {{plain}} {own} {flags} --batch-size 3", tmp_path / name)
         for row, want in zip(metrics(together), metrics(alone), strict=True):
@@ -28393,11 +28429,15 @@ def test_train_lora_jobs_equal_each_alone(train_runs, tmp_path):
         configs = [json.loads((x / LO.CONFIG).read_text()) for x in (together / name, alone)]
         assert configs[0] == configs[1]
     job = dict(name="c", rank=5, alpha=5.0, data=[str(train_runs["corpus"])])
-    job |= dict(seed=3, adapter=str(together / "b"))
+    adapter = shutil.copytree(together / "b", tmp_path / "adapter")
+    job |= dict(seed=3, adapter=str(adapter))
     (path := tmp_path / "jobs.jsonl").write_text(json.dumps(job))
     flags = f"--init {{plain}} --lora-jobs {path} --steps 1 --eval-every 1 --lr 1e-9"
     start = metrics(train_runs.run(flags, tmp_path / "c"))[0]["val_loss/c"]
     assert start == pytest.approx(metrics(together)[-1]["val_loss/b"], rel=1e-4)
+    shutil.rmtree(adapter)  # an export has the weights of the checkpoint
+    assert train_main("--out", tmp_path / "c", "--export", tmp_path / "again") == 0
+    assert (tmp_path / "again" / "c" / LO.WEIGHTS).is_file()
 
 
 LORA_JOB = dict(name="a", data=["x"], rank=2)
@@ -28415,6 +28455,15 @@ for words, line in {
     text = json.dumps(line) + ("\n" + json.dumps(line) if line == LORA_JOB else "")
     path = SimpleNamespace(read_text=lambda text=text, **_: text)
     REFUSED[f"lora jobs: {words}"] = partial(LJ.read_jobs, path), words
+
+two_jobs = "\n".join(json.dumps(LORA_JOB | {"name": name}) for name in "ab")
+path = SimpleNamespace(read_text=lambda **_: two_jobs)
+REFUSED["lora jobs: fewer rows of a job than ranks"] = (
+    lambda args=SimpleNamespace(lora_jobs=path, batch_size=2): LJ.build_job_datasets(
+        args, None, SimpleNamespace(world=2)
+    ),
+    "--batch-size 2 must be a multiple of the 2 jobs .* x 2 ranks",
+)
 
 
 def test_train_trials_equal_separate_runs(train_runs, tmp_path, capsys):
@@ -28443,6 +28492,10 @@ def test_train_trials_equal_separate_runs(train_runs, tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     best = "0.03" if found[dims[0]][-1][1] < found[dims[0]][-1][0] else "0.003"
     assert lines[1].count("*") == 1 and lines[-1].startswith(f"python train.py --lr {best} --batch")
+    assert TRIALS.main([*flags, "--model", str(tmp_path / "2.json"), "--lrs", "3e-3", "--widths",
+                        str(dims[0]), "--out", "a b"]) == 0  # fmt: skip
+    command = capsys.readouterr().out.splitlines()[-1]
+    assert f"--lr 0.003 --set mup_base={dims[0]} --batch" in command and command.endswith("'a b'")
 
 
 @pytest.mark.parametrize(
@@ -28452,10 +28505,21 @@ def test_train_trials_equal_separate_runs(train_runs, tmp_path, capsys):
         "--lrs 1e-3 --model small-moe": "--model|MoE",
         "--lrs 1e-3 --lr-schedule": "--lr-schedule",
         "--lrs 1e-3,nan": "--lrs",
+        "--lrs 1e-3 --lr 2e-3": "--lr:|remove",
+        "--lrs 1e-3 --pack --optimizer adamw": "--pack:|remove",
+        "--lrs 1e-3 --optimizer sgd": "--optimizer:|remove",
+        "--lrs 1e-3 --set mup_base=64": "--set mup_base:|remove",
+        "--lrs 1e-3 --resume": "--resume:|remove",
+        "--lrs 1e-3 --dtype fp16": "--dtype fp16|bf16",
+        "--lrs 1e-3 --widths 128": "mup_base|untied",
+        "WORLD_SIZE=2 --lrs 1e-3": "torchrun",
     }.items(),
 )
-def test_train_trials_refuse(flags, words, capsys):
+def test_train_trials_refuse(flags, words, capsys, monkeypatch):
     """One line names the flag."""
+    if flags.startswith("WORLD_SIZE"):
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        flags = flags.removeprefix("WORLD_SIZE=2 ")
     try:
         assert TRIALS.main(flags.split()) == 2
     except SystemExit as e:  # argparse prints the usage first

@@ -340,8 +340,8 @@ EXCLUDES = [
     ("adapter", "quantize save quantize_report dummy ep tp pp", "it is merged into 16-bit weights"),
     ("finetune", "dummy quantize offload tp pp ep compile cascade",
      "it trains on 16-bit weights in place"),
-    ("adapters", "adapter compile offload tp pp ep kv_cache_dtype=fp8 "
-     "cascade finetune",
+    ("finetune", "adapter adapters", "the new adapter would be of other weights"),
+    ("adapters", "adapter compile offload tp pp ep kv_cache_dtype=fp8 cascade",
      "its layers have weights in the KV cache of one device"),
     ("merge_adapters", "quantize", "adapters are merged into 16-bit weights"),
     ("prompt_tokens", "prompt chat", "the prompt is random"),

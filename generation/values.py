@@ -30,6 +30,11 @@ class CallError(RuntimeError):
     """Why a value will never be known."""
 
 
+def _check_separator(separator: Any) -> None:
+    if not (isinstance(separator, str) and separator):
+        raise ValueError(f"lines: the separator must be a text, and not empty, not {separator!r}")
+
+
 def as_text(result: Any) -> str:
     """A result in a prompt: an element of a list is a line."""
     return "\n".join(map(as_text, result)) if isinstance(result, list) else str(result)
@@ -66,6 +71,7 @@ class Value:
 
     def lines(self, separator: str = "\n") -> Stream:
         """Its pieces between separators, without blank ones, each as soon as it is complete."""
+        _check_separator(separator)
         stream = Stream(self.program, self)
         stream.split(separator, self.path, self)
         stream.end()
@@ -116,7 +122,7 @@ class Value:
         self.text = self.text if error is not None else as_text(result)
         self.event.set()
         queue, first = self.program.to_call, not self.program.to_call
-        queue.extend([lambda: None, *self.on_known])
+        queue.extend(self.on_known)
         while first and queue:
             queue[0]()
             queue.popleft()
@@ -148,6 +154,7 @@ class Stream(Value):
 
     def lines(self, separator: str = "\n") -> Stream:
         """The pieces of all items; those of the item with path (i, j) have paths (i, j, 0 ...)."""
+        _check_separator(separator)
         return self._each(lambda stream, *item: stream.split(separator, *item))
 
     def _each(self, f: Callable[[Stream, Path, Value], Any]) -> Stream:
@@ -193,8 +200,8 @@ class Stream(Value):
             nonlocal start, n
             while start < len(value.text):
                 end = value.text.find(separator, start)
-                if end < 0 and not value.known:
-                    return
+                if end < 0 and (not value.known or value.error is not None):
+                    return  # incomplete
                 text = value.text[start : end if end >= 0 else None]
                 start += len(text) + len(separator)
                 if text.strip():

@@ -450,6 +450,8 @@ def start_replicas(own: argparse.Namespace, args: Any, argv: list[str]) -> Any:
     """RayReplicas or LocalReplicas. ValueError names a wrong flag or what is missing."""
     import torch
 
+    if args.finetune is not None:
+        raise ValueError("--finetune: every replica would train it; use generate.py --serve")
     low, _, high = own.replicas.partition(":")
     numbers = [low, high or low]
     if not all(n.isdecimal() and int(n) for n in numbers) or int(numbers[0]) > int(numbers[1]):

@@ -10,8 +10,9 @@ time, and requests seldom use all of it: decoding needs one token each. FlexLLM 
 arXiv:2402.18789) fills the rest with windows of a fine-tuning sequence (training/token_windows.py).
 A window costs its tokens in the forward pass and again in the backward pass, which with LoRA has no
 gradients of the frozen weights and so takes about as long. Requests come first: fine-tuning gets
-what they leave, and none of it where they use the whole budget. So no step exceeds its budget,
-and a request waits for one full step at most, as behind another request's prompt.
+what they leave, and none of it where they use the whole budget; it runs when a step's tokens have
+been delivered. So no step and what follows it exceed the budget, and a request waits for one full
+step at most, as behind another request's prompt.
 
 Gain: fine-tuning with the weights that are in memory anyway, in time that is otherwise unused.
 Cost: steps that are as long as the budget allows; activations of one sequence. When it loses: where
@@ -77,19 +78,28 @@ class FinetuneJob:
             names = ", ".join(known)
             raise ValueError(f"--finetune {path}: must be an object with data, out, and of {names}")
         for name, x in values.items():
-            kind = known[name].type.split()[0]
-            if not _is_valid(kind, x) or (name in ("rank", "window", "steps") and x < 1):
-                raise ValueError(f"--finetune {path}: {name} must be a {kind} above 0, not {x!r}")
+            kind = "seed" if name == "seed" else known[name].type.split()[0]
+            is_valid, text = VALID[kind]
+            if not is_valid(x):
+                raise ValueError(f"--finetune {path}: {name} must be {text}, not {x!r}")
         return cls(**values)
 
 
-def _is_valid(kind: str, x: Any) -> bool:
-    if kind == "list[str]":
-        return isinstance(x, list) and bool(x) and all(isinstance(path, str) for path in x)
-    if kind == "str":
-        return isinstance(x, str) and bool(x)
-    number = isinstance(x, (int, float) if kind == "float" else int) and not isinstance(x, bool)
-    return number and 0 <= x < float("inf")
+def _is_path(x: Any) -> bool:
+    return isinstance(x, str) and bool(x)
+
+
+def _is_number(x: Any, kind: Any = int) -> bool:
+    return isinstance(x, kind) and not isinstance(x, bool) and 0 <= x < float("inf")
+
+
+VALID = {  # type of a field -> (check, text)
+    "list[str]": (lambda x: isinstance(x, list) and x and all(map(_is_path, x)), "a list of paths"),
+    "str": (_is_path, "a path"),
+    "int": (lambda x: _is_number(x) and x > 0, "an integer above 0"),
+    "float": (lambda x: _is_number(x, (int, float)) and x > 0, "a number above 0"),
+    "seed": (lambda x: _is_number(x) and x < 2**32, "an integer from 0 to 2**32 - 1"),
+}
 
 
 def with_adapters(model: Transformer, job: FinetuneJob) -> Transformer:
@@ -112,12 +122,15 @@ def attention(spec: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> 
 class FineTuner:
     """The job of --finetune: a call works for at most as many tokens as it is given."""
 
-    def __init__(self, model: Transformer, job: FinetuneJob, tokens: Tensor):
-        """tokens (n,): the training text."""
+    def __init__(self, model: Transformer, job: FinetuneJob, tokens: Tensor, base: str = ""):
+        """tokens (n,): the training text; base: the model's name in the adapter."""
+        if model.embed.weight.dtype == torch.float16:
+            raise ValueError("--finetune: fp16 weights need loss scaling; use --dtype bf16 or fp32")
         if len(tokens) <= job.seq_len:
             few = f"{len(tokens)} tokens of data are too few for seq_len {job.seq_len}"
             raise ValueError(f"--finetune: {few}; give more text, or reduce seq_len")
         self.model, self.job, self.tokens = with_adapters(model, job), job, tokens
+        self.base = base
         self.parameters = [*adapter_parameters(self.model).values()]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=job.lr, betas=(0.9, 0.95))
         self.device, self.updates, self.losses = model.embed.weight.device, 0, []
@@ -181,7 +194,7 @@ class FineTuner:
     def save(self) -> None:
         """Write the adapter; say how far it got."""
         names = hf_modules(self.model)
-        save_adapters(self.model, self.job.out, "", names.__getitem__)
+        save_adapters(self.model, self.job.out, self.base, names.__getitem__)
         last = f", loss {self.losses[-1]:.3f}" if self.losses else ""
         text = f"[fine-tuning] {self.updates} of {self.job.steps} steps{last}; {self.job.out}"
         print(text, file=sys.stderr, flush=True)
@@ -195,16 +208,21 @@ def training_tokens(job: FinetuneJob, tokenizer: Tokenizer, eos: tuple[int, ...]
     return torch.tensor(ids)
 
 
-def start(path: Path, service: Any) -> FineTuner:
-    """Let the Engine of a service (serving/batch.py) fine-tune in the background."""
+def start(path: Path, service: Any, base: Path) -> FineTuner:
+    """Let the Engine of a service (serving/batch.py) fine-tune in the background. base: the folder
+    of its model, which the adapter names."""
     job, engine = FinetuneJob.read(path), service.engine
     if job.window > engine.scheduler.max_num_batched_tokens:
         most = engine.scheduler.max_num_batched_tokens
         raise ValueError(
             f"--finetune {path}: window {job.window} exceeds --max-num-batched-tokens {most}"
         )
+    try:
+        Path(job.out).mkdir(parents=True, exist_ok=True)  # now, not after the last step
+    except OSError as e:
+        raise ValueError(f"--finetune {path}: out {job.out}: {e.strerror}") from None
     tokens = training_tokens(job, service.tokenizer, tuple(service.eos))
-    tuner = FineTuner(engine.model, job, tokens)
+    tuner = FineTuner(engine.model, job, tokens, str(base))
 
     def background(budget: int) -> None:
         try:

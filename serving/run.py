@@ -119,7 +119,7 @@ def build_service(args: GenerateConfig) -> serving_batch.Service:
         if args.finetune is not None:
             from serving import finetune  # here: its imports take a second
 
-            service.tuner = finetune.start(args.finetune, service)
+            service.tuner = finetune.start(args.finetune, service, args.checkpoint)
     for name, folder in args.adapters or ():
         register_adapter(service.engine.adapters, name, folder)
     enable_speculative_decoding(args, service.engine, tokenizer)
@@ -195,8 +195,9 @@ def load_program(spec: str) -> Any:
     path = Path(f"{file}.py" if name else file)
     if path.suffix != ".py" or not path.is_file():
         raise ValueError(f"--program {spec}: no such file; give FILE.py or FILE.py:NAME")
-    module_spec = importlib.util.spec_from_file_location(path.stem, path)
+    module_spec = importlib.util.spec_from_file_location(f"program_{path.stem}", path)
     module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module.__name__] = module  # dataclasses look for it there
     try:
         module_spec.loader.exec_module(module)
     except SyntaxError as e:

@@ -16,13 +16,16 @@ per job,
 
 The loss is the *sum* of the jobs' mean losses, their parameters are disjoint, the norm of each
 job's gradient is clipped alone, and each has its own learning rate. So every job gets the gradients
-and the updates that it would get alone with its share of the batch (test_all.py: 1e-6).
+and the updates that it would get alone with its share of the batch (test_all.py: losses within
+1e-5, adapters within 1e-3).
 
 Gain: one base model in memory; matmuls of J times the rows, which matters where a small batch does
 not use the device. Cost: two small matmuls per job, layer and micro-batch. When it loses: where one
 job alone fills the device, and where jobs need different numbers of steps or lengths of rows. A
-loss that is not finite skips the step of all jobs. "adapter" is Ymir's transfer between tasks: a
-job that starts from the adapter of a related one needs fewer steps.
+loss that is not finite skips the step of all jobs. Other differences from a run alone: a mixture of
+experts is balanced over the rows of all jobs, and there is no multi-token prediction loss.
+"adapter" is Ymir's transfer between tasks: a job that starts from the adapter of a related one
+needs fewer steps.
 
 Hook: the Linear swap. Part of train.py.
 """
@@ -134,10 +137,11 @@ class LoRAJobsLinear(nn.Module):
 
     def __init__(self, jobs: Mapping[str, LoRALinear], segments: list[tuple[str, slice]]):
         super().__init__()
-        self.jobs, self.segments = nn.ModuleDict(jobs), segments
+        # a ModuleDict has no place for some names of jobs, such as "train"
+        self.jobs, self.layers, self.segments = jobs, nn.ModuleList(jobs.values()), segments
 
     def forward(self, x: Tensor) -> Tensor:
-        base = next(iter(self.jobs.values()))
+        base = self.layers[0]
         delta = [self.jobs[name].delta(x[rows]) for name, rows in self.segments]
         return F.linear(x, base.weight, base.bias) + torch.cat(delta)
 
@@ -299,10 +303,11 @@ class LoRAJobs:
 def build_job_datasets(config: TrainConfig, model_cfg: ModelConfig, env: DistEnv) -> Dataset:
     """The data set of each job, in OUT/NAME, and what is common to all. Collective."""
     jobs = read_jobs(config.lora_jobs)
+    ranks = f" x {env.world} ranks" if env.world > 1 else ""
     _check(
-        config.batch_size % len(jobs) == 0,
+        config.batch_size % (len(jobs) * env.world) == 0,
         f"--batch-size {config.batch_size} must be a multiple of the {len(jobs)} jobs of "
-        f"--lora-jobs {config.lora_jobs}",
+        f"--lora-jobs {config.lora_jobs}{ranks}",
     )
     datasets = {}
     for job in jobs:

@@ -208,7 +208,7 @@ def export(out: Path, to: Path, merged: bool = False, verify: bool = False) -> N
         bf16_model = Transformer(config)
     if run.get("lora_jobs"):
         model = load_checkpoint(Path(run["init"]), "cpu", torch.float32)
-        jobs = [LoRAJob(**found["job"]) for found in about["text"]]
+        jobs = [LoRAJob(**found["job"] | {"adapter": None}) for found in about["text"]]
         apply_lora_jobs_(model, jobs)
         names = [name for name, p in model.named_parameters() if p.requires_grad]
         model.load_state_dict(read_weights(path, names), strict=False)

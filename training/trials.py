@@ -20,7 +20,9 @@ Gain: as many launches as one trial has. Cost: n times the memory of a trial. Wh
 one trial fills the device; and one that diverges is computed to the end.
 
 Equivalence (test_all.py): each trial's losses == those of train.py with its --lr, within 1e-4. Not
-supported: mixtures of experts, whose shapes depend on the data. Part of train.py.
+supported: mixtures of experts, whose shapes depend on the data; fp16; and flags that change what is
+trained in other ways. Those that do not, such as --compile, are for the printed command alone. Part
+of train.py.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ if __name__ == "__main__" and not __package__:
     raise SystemExit("run: python -m training.trials --help")
 
 import argparse
+import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -46,12 +50,16 @@ from model import ModelConfig, Transformer
 from parallelism.dist_env import init_distributed
 from parallelism.parallel_dims import ParallelDims
 from training.build import meta_model, model_config
-from training.config import TrainConfig, parse_args
+from training.config import FIXED, TrainConfig, parse_args
 from training.data import IGNORE, decode
 from training.dataset import build_dataset
 from training.optimizers import learning_rate, mup_factors
 
 BETAS, EPS = (0.9, 0.95), 1e-8  # those of train.py
+SUPPORTED = "seed batch_size seq_len data dtype lr_schedule warmup_steps decay_steps min_lr_factor "
+SUPPORTED += "weight_decay grad_clip"  # of the settings that change what is trained
+UNSUPPORTED = {*FIXED, "resume", "export", "plot", "dry_run", "upcycle", "replica_groups"}
+UNSUPPORTED -= {*SUPPORTED.split()}
 
 
 def scaled_to_width(config: ModelConfig, width: int) -> ModelConfig:
@@ -131,12 +139,23 @@ class Trials:
             p.sub_(lr * self.first[name] / correction[0] / denominator)
 
 
+def check_flags(config: TrainConfig) -> None:
+    """ValueError for settings that trials would not follow."""
+    for name in sorted(UNSUPPORTED & config.given):
+        if config.is_on(name) or name == "lr":  # --lr would override that of the printed command
+            raise ValueError(f"{config.shown(name)}: trials do not support it; remove it")
+    if config.dtype == "fp16":
+        raise ValueError("--dtype fp16: trials have no loss scaling; use bf16 or fp32")
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ValueError("trials run in one process; start them without torchrun")
+
+
 def run(config: TrainConfig, lrs: Sequence[float], widths: Sequence[int]) -> dict[int, list[Any]]:
     """{width: losses (steps, n)} of the trials."""
     env, full = init_distributed(config), model_config(config)
     if full.moe_layers:
         raise ValueError("--model has MoE layers; trials need a dense one")
-    config.mup_base = min(widths) if len(widths) > 1 else None
+    config.mup_base = min(widths) if {*widths} != {full.dim} else None
     models = {width: scaled_to_width(full, width) for width in widths}
     dataset, losses = build_dataset(config, full, env), {}
     for width, model_cfg in models.items():
@@ -192,6 +211,7 @@ def main(argv: list[str]) -> int:
     args, rest = parser.parse_known_args(argv)
     try:
         config = parse_args(rest)
+        check_flags(config)
         widths = args.widths or [model_config(config).dim]
         with tempfile.TemporaryDirectory() as folder:  # for tokenizer and tokens
             config.out = Path(folder)
@@ -199,8 +219,8 @@ def main(argv: list[str]) -> int:
     except (ValueError, OSError) as e:
         print(f"python -m training.trials: error: {e}", file=sys.stderr)
         return 2
-    base = f" --set mup_base={min(widths)}" if len(widths) > 1 else ""
-    print(f"{text}\n\npython train.py --lr {best:g}{base} " + " ".join(rest))
+    base = f" --set mup_base={config.mup_base}" if config.mup_base else ""
+    print(f"{text}\n\npython train.py --lr {best:g}{base} {shlex.join(rest)}")
     return 0
 
 
