@@ -432,7 +432,7 @@ def build_decoder(
         rows //= ranks
     # ring buffers for layers with sliding windows, where every step attends through KVCache.attend
     # and none goes back further than the rejected drafts
-    ring = attention is sdpa and not args.interactive and args.speculate != "tree"
+    ring = attention is sdpa and not args.interactive and args.speculate not in ("tree", "staged")
     lookahead, params = 0, sampling_params(args, tokenizer, V, eos)
     if args.speculate or args.grammar is not None:
         from generation import drafting

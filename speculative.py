@@ -1,10 +1,10 @@
-"""Speculative decoding: drafters, lossless verification, draft trees, adaptive draft length.
+"""Speculative decoding: drafters, lossless verification, draft trees.
 
 A decode step reads every weight to make one token, and could run several tokens in nearly the same
 time. So a cheap *drafter* proposes the next k tokens, the model runs all of them in one forward, as
 in prefill, and rejection sampling accepts a prefix such that the output keeps exactly the model's
 distribution (Leviathan et al., arXiv:2211.17192; Chen et al., arXiv:2302.01318). Rejected drafts
-are removed by truncating the KV cache. Four parts:
+are removed by truncating the KV cache. Three parts:
 
     verification  draft d is accepted with probability min(1, p(d) / q(d)); the first rejected one
                   is replaced by a sample of norm(max(p - q, 0)), and if all are accepted one more
@@ -17,9 +17,8 @@ are removed by truncating the KV cache. Four parts:
                   layers of the target, multi-token prediction (DeepSeek-V3, arXiv:2412.19437, 2.2),
                   a trained head (EAGLE, arXiv:2401.15077), or one drafter inside another (staged,
                   arXiv:2308.04623).
-    draft length  the k of each sequence that maximizes expected tokens per second, from measured
-                  acceptance rates and step times; 0 where drafting does not pay (SmartSpec,
-                  arXiv:2406.14066).
+
+generation/draft_length.py chooses how many drafts a step has.
 
 k drafts with acceptance rate a give (1 - a^(k+1)) / (1 - a) tokens per step of the model. When it
 loses: in large batches, whose steps are compute-bound; where a draft costs much of a step (small
@@ -47,11 +46,9 @@ from __future__ import annotations
 import heapq
 import math
 from array import array
-from bisect import bisect_left
-from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -149,8 +146,8 @@ def _gather_last(x: Tensor, ids: Tensor) -> Tensor:
 class Tree:
     """A draft tree: the parent of each node, -1 for the root, which is the last accepted token.
 
-    Nodes are ordered by level and siblings by rank: a node's first child is the drafter's first
-    choice. In tensors the root is 0 and node i is i + 1. ValueError for another order.
+    A parent precedes its children, and siblings are ordered by rank: a node's first child is the
+    drafter's first choice. In tensors the root is 0 and node i is i + 1. ValueError otherwise.
     """
 
     parents: tuple[int, ...]
@@ -159,8 +156,6 @@ class Tree:
         for i, parent in enumerate(self.parents):
             if not -1 <= parent < i:
                 raise ValueError(f"parents[{i}] must be from -1 to {i - 1}, not {parent}")
-        if list(self.depths) != sorted(self.depths):
-            raise ValueError(f"parents must be ordered by level, not {self.parents}")
 
     @classmethod
     def chain(cls, k: int) -> Tree:
@@ -478,9 +473,13 @@ class ContiguousRunner(DraftRunner):
 
 
 class Drafter:
-    """Base class of drafters with a model: k tokens autoregressively, batched over rows."""
+    """Base class of drafters with a model: k tokens autoregressively, batched over rows, or fewer
+    where `confidence` is not sufficient."""
 
     is_free = False
+    head: Callable
+    sample: SampleFn
+    confidence: Any = None  # suffices(rows, joint probabilities of drafts) -> whether to draft on
 
     def __call__(self, context: list[int], k: int) -> Proposal:
         """Drafts for one sequence."""
@@ -502,18 +501,26 @@ class Drafter:
         rows: Sequence[Row],
         ks: Sequence[int],
         state: Any,
-        logits_of: Callable[[Any], Tensor],
         follow: Callable[[Any, Tensor, int], Any],
+        first: int = 0,
     ) -> list[Proposal]:
-        """max(ks) drafts of each row: sample from logits_of(state), then state = follow(state, ids,
-        i). One host sync, at the end."""
-        sampled, probs, k = [], [], max(ks)
-        for i in range(k):
-            ids, q = self.sample(logits_of(state), rows, i)
+        """Up to ks drafts of each row, from draft number `first` on: sample from head(state), then
+        state = follow(state, ids, i). One host sync, at the end; with `confidence` one per
+        draft."""
+        sampled, probs, ks, confidences = [], [], list(ks), None
+        for i in range(max(ks)):
+            logits = self.head(state)
+            ids, q = self.sample(logits, rows, first + i)
             sampled.append(ids)
             probs.append(q)
-            if i + 1 < k:
-                state = follow(state, ids, i)
+            if self.confidence is not None:
+                p = _gather_last(logits.float().softmax(-1), ids)
+                confidences = p if confidences is None else confidences * p
+                go_on = self.confidence.suffices(rows, confidences.tolist())
+                ks = [k if more else min(k, i + 1) for k, more in zip(ks, go_on)]
+            if i + 1 >= max(ks):
+                break
+            state = follow(state, ids, i)
         tokens = torch.stack(sampled, 1).tolist()
         if probs[0] is None:
             return [(t[:n], None) for t, n in zip(tokens, ks)]
@@ -534,7 +541,8 @@ class DraftModel(Drafter):
     ):
         self.runner, self.head, self.sample, self.shared = runner, head, sample, shared
         self.cached_tokens: dict[Row, list[int]] = {}
-        self.forwards = 0
+        self.ahead: Proposal = [], None  # the context and drafts of draft_ahead; q of the drafts
+        self.forwards = self.num_ahead_used = 0
 
     def forget(self, row: Row) -> None:
         self.cached_tokens.pop(row, None)
@@ -544,23 +552,48 @@ class DraftModel(Drafter):
     ) -> list[Proposal]:
         if not any(ks):
             return [([], None)] * len(rows)
-        h = self.read(rows, contexts)
+        (ahead, q), self.ahead, n = self.ahead, ([], None), len(contexts[0])
+        if len(ahead) > n and ahead[:n] == contexts[0]:
+            self.num_ahead_used += 1
+            k, end = ks[0], len(ahead) - n
+            return [(ahead[n : n + k], None if q is None else q[len(q) - end :][:k])]
+        return self._draft(rows, contexts, ks)
+
+    def draft_ahead(self, row: Row, context: list[int], drafts: list[int], k: int) -> None:
+        """Continue one sequence's drafts by up to k while the target verifies them (LLMCad). If it
+        accepts all, and its next token is the first of the continuation, the rest of that is the
+        next proposal, without a forward. This is exact: it was sampled after that token."""
+        prefix = context + drafts
+        tokens, q = self._draft([row], [prefix], [k], len(drafts))[0]
+        self.ahead = prefix + tokens, q
+
+    def _draft(
+        self,
+        rows: Sequence[Row],
+        contexts: Sequence[list[int]],
+        ks: Sequence[int],
+        first: int = 0,
+    ) -> list[Proposal]:
+        h = self.read(rows, contexts)[:, 0]
 
         def follow(h: Tensor, ids: Tensor, i: int) -> Tensor:
             self.forwards += 1
             return self.runner.step(rows, ids, [len(c) + i for c in contexts])
 
-        found = self._chain(rows, ks, h, self.head, follow)
+        found = self._chain(rows, ks, h, follow, first)
         for row, context, (tokens, _) in zip(rows, contexts, found):
             self.cached_tokens[row] = context + tokens[:-1]
         return found
 
-    def read(self, rows: Sequence[Row], contexts: Sequence[list[int]]) -> Tensor:
-        """Run the new tokens of the contexts; hidden states (R, C) of their last tokens."""
+    def read(
+        self, rows: Sequence[Row], contexts: Sequence[list[int]], more: Sequence[int] = ()
+    ) -> Tensor:
+        """Run the new tokens of the contexts, and `more` after them -> hidden states (R, 1 +
+        len(more), C) from the last token of each context on."""
         starts = [self._start(row, context) for row, context in zip(rows, contexts)]
         self.forwards += 1
-        h = self.runner.extend(rows, starts, [c[s:] for c, s in zip(contexts, starts)])
-        return torch.stack([x[-1] for x in h])
+        h = self.runner.extend(rows, starts, [[*c[s:], *more] for c, s in zip(contexts, starts)])
+        return torch.stack([x[-1 - len(more) :] for x in h])
 
     def _start(self, row: Row, context: list[int]) -> int:
         if self.shared:
@@ -577,40 +610,6 @@ def common_prefix_length(a: list[int], b: list[int]) -> int:
         if a[i:j] != b[i:j]:
             return next(at for at in range(i, j) if a[at] != b[at])
     return n
-
-
-class StagedDrafter(DraftModel):
-    """A draft model that itself uses speculative decoding (arXiv:2308.04623): it verifies the
-    deterministic drafts of `inner`, such as NGram, several tokens per forward. One row at a time.
-    """
-
-    def __init__(self, runner: Any, head: Callable, inner: Callable, sample: SampleFn = argmax):
-        super().__init__(runner, head, sample)
-        self.inner = inner
-
-    def propose_batch(
-        self, rows: Sequence[Row], contexts: Sequence[list[int]], ks: Sequence[int]
-    ) -> list[Proposal]:
-        return [self._one(*each) for each in zip(rows, contexts, ks)]
-
-    def _one(self, row: Row, context: list[int], k: int) -> Proposal:
-        tokens: list[int] = []
-        probs: list[Tensor | None] = []
-        while len(tokens) < k:
-            prefix = context + tokens
-            draft = self.inner(prefix, k - len(tokens) - 1)[0]
-            start, self.forwards = self._start(row, prefix), self.forwards + 1
-            h = self.runner.extend([row], [start], [prefix[start:] + draft])[0]
-            logits, accepted = self.head(h[len(prefix) - 1 - start :]), 0
-            for i in range(len(draft) + 1):
-                ids, q = self.sample(logits[i : i + 1], [row], len(tokens))
-                tokens.append(int(ids))
-                probs.append(q)
-                if i == len(draft) or tokens[-1] != draft[i]:
-                    break
-                accepted += 1
-            self.cached_tokens[row] = prefix + draft[:accepted]
-        return tokens, None if not probs or probs[0] is None else torch.cat(probs)
 
 
 class MTPDrafter(Drafter):
@@ -663,7 +662,7 @@ class MTPDrafter(Drafter):
             return self.runner.step(rows, ids, [len(c) - 1 + i for c in contexts], h)
 
         last = torch.stack([x[-1] for x in h])
-        for i, proposal in zip(some, self._chain(rows, ks, last, self.head, follow)):
+        for i, proposal in zip(some, self._chain(rows, ks, last, follow)):
             found[i] = proposal
         return found
 
@@ -715,299 +714,139 @@ class HeadDrafter(Drafter):
         ids = torch.tensor([contexts[i][-1] for i in some], device=h.device)
         follow = lambda h, ids, i: self.step(h, self.embed(ids))
         part = [rows[i] for i in some], [ks[i] for i in some]
-        for i, proposal in zip(some, self._chain(*part, follow(h, ids, 0), self.head, follow)):
+        for i, proposal in zip(some, self._chain(*part, follow(h, ids, 0), follow)):
             found[i] = proposal
         return found
 
 
 class TreeDrafter:
-    """A draft model's tree, level by level: its top tokens, or samples without replacement.
+    """A draft model's tree: its top tokens, or samples without replacement, one level per forward.
+
+    With `inner`, such as NGram, drafting itself is speculative (staged, arXiv:2308.04623): a
+    forward also runs inner's guess of what follows each node. A child that was guessed needs no
+    forward of its own, so that a forward makes one level or more. One sequence at a time.
 
     children(logits (B, W, V), m, i) -> ids (B, W, m) by rank, q (B, W, V) or None.
     """
 
-    def __init__(self, model: DraftModel, children: Callable[..., tuple[Tensor, Tensor | None]]):
-        self.model, self.children = model, children
+    def __init__(
+        self,
+        model: DraftModel,
+        children: Callable[..., tuple[Tensor, Tensor | None]],
+        inner: Callable[[list[int], int], Proposal] | None = None,
+    ):
+        self.model, self.children, self.inner = model, children, inner
 
     def propose_tree(
         self, rows: Sequence[Row], contexts: Sequence[list[int]], tree: Tree
     ) -> tuple[Tensor, Tensor | None]:
         """Tokens (B, N) and, if they were sampled, the q (B, N + 1, V) of each node's children."""
-        m = self.model
-        logits = m.head(m.read(rows, contexts))[:, None]  # (B, W, V) of the nodes in `level`
-        base = torch.tensor([len(c) - 1 for c in contexts], device=logits.device)
-        limit = max(len(c) for c in contexts) + len(tree.parents)
-        tokens = torch.zeros(len(rows), len(tree.parents), dtype=torch.long, device=logits.device)
+        run, N = _TreeRun(self.model, rows, contexts, tree, self.inner), len(tree.parents)
+        tokens = torch.zeros(len(rows), N, dtype=torch.long, device=run.base.device)
         probs: Tensor | None = None
-        level = [-1]
-        for depth in range(1, tree.depth + 1):
-            new = [i for i, d in enumerate(tree.depths) if d == depth]
-            m_children = 1 + max(tree.ranks[i] for i in new)
-            ids, q = self.children(logits, m_children, depth - 1)
-            parents = [level.index(tree.parents[i]) for i in new]
-            tokens[:, new] = ids[:, parents, [tree.ranks[i] for i in new]]
-            if q is not None:
-                shape = len(rows), len(tree.parents) + 1, q.shape[-1]
-                probs = q.new_zeros(shape) if probs is None else probs
-                probs[:, [i + 1 for i in level]] = q
-            level = [i for i in new if i in tree.parents]
-            if level:
-                nodes = torch.tensor([i + 1 for i in level], device=logits.device)
-                m.forwards += 1
-                logits = m.head(m.runner.nodes(tokens[:, level], tree, base, nodes, limit))
+        waiting, depths = [-1] if N else [], (0, *tree.depths)
+        while waiting:
+            run.forward(waiting, tokens)
+            ready, waiting = waiting, []
+            for depth in range(tree.depth):
+                level = [node for node in ready if depths[node + 1] == depth]
+                if not level:
+                    continue
+                new = [i for i, parent in enumerate(tree.parents) if parent in level]
+                m = 1 + max(tree.ranks[i] for i in new)
+                ids, q = self.children(run.logits_of(level), m, depth)
+                parents = [level.index(tree.parents[i]) for i in new]
+                tokens[:, new] = ids[:, parents, [tree.ranks[i] for i in new]]
+                if q is not None:
+                    shape = len(rows), N + 1, q.shape[-1]
+                    probs = q.new_zeros(shape) if probs is None else probs
+                    probs[:, [i + 1 for i in level]] = q
+                for node in new:
+                    if node in run.reach:
+                        (ready if run.was_guessed(node, tokens) else waiting).append(node)
         for row, context in zip(rows, contexts):
             # the tree's drafts are in other cache slots than their positions: not reusable
-            m.cached_tokens[row] = list(context)
+            self.model.cached_tokens[row] = list(context)
         return tokens, probs
 
 
-# --------------------------------------------------------------------------------------------------
-# Draft length
-# --------------------------------------------------------------------------------------------------
+class _TreeRun:
+    """The forwards of a draft model for one tree. Its cache has the tree's nodes with children, and
+    guesses, at most 2 N, in the order in which they were run: the nodes of a tree of its own."""
 
-
-class FixedK:
-    """Always k drafts."""
-
-    def __init__(self, k: int):
-        self.k = k
-
-    def choose(self, rows: Sequence[Row]) -> list[int]:
-        return [self.k] * len(rows)
-
-    def observe(self, *what: Any) -> None:
-        pass
-
-    def forget(self, row: Row) -> None:
-        pass
-
-
-class LatencyModel:
-    """Predicts seconds from a size: medians of recent measurements in bins of size, interpolated
-    linearly."""
-
-    def __init__(self):
-        self.bins: dict[int, deque[tuple[int, float]]] = {}  # bins are 1/8 of the size wide
-        self.points: dict[int, tuple[float, float]] = {}  # of each bin (mean size, median seconds)
-
-    def __bool__(self) -> bool:
-        return bool(self.bins)
-
-    def add(self, size: int, seconds: float) -> None:
-        width = 1 << max(0, size.bit_length() - 4)
-        bin = size // width * width
-        steps = self.bins.setdefault(bin, deque(maxlen=9))
-        steps.append((size, seconds))
-        # the lower median, since noise only makes measurements longer
-        typical = sorted(s for _, s in steps)[(len(steps) - 1) // 2]
-        self.points[bin] = sum(n for n, _ in steps) / len(steps), typical
-
-    def predict(self, sizes: Sequence[int]) -> list[float]:
-        """Seconds of each size: 0 without measurements, constant if only one size was measured."""
-        if len(self.points) < 2:
-            return [seconds for _, seconds in self.points.values() or [(0, 0.0)]] * len(sizes)
-        at, seconds = zip(*sorted(self.points.values()))
-        found = []
-        for n in sizes:
-            b = min(max(bisect_left(at, n), 1), len(at) - 1)
-            slope = max(0.0, (seconds[b] - seconds[b - 1]) / (at[b] - at[b - 1]))
-            found.append(max(0.0, seconds[b - 1] + slope * (n - at[b - 1])))
-        return found
-
-
-class Goodput:
-    """For each row of a batch the k with the highest expected goodput (SmartSpec,
-    arXiv:2406.14066), from the measured acceptance rate a of each row and of all, and the measured
-    step time by number of tokens. The i-th draft of a row has the expected value a^i tokens; drafts
-    of all rows are added in order of value while
-
-        (rows + value of the drafts) / (seconds of a step of rows + drafts tokens, and of drafting)
-
-    increases. If no draft increases it, k is 0. Acceptance changes along a text, so such rows try
-    one draft in turn, at a cost below 1% of the time, and continue while it is accepted; and where
-    drafting pays, an occasional step runs without drafts, to measure its time.
-    """
-
-    HALF_LIFE = 16  # drafts of a row after which an old one has half the weight
-    PRIOR = 2  # weight of the acceptance of all rows, in drafts
-    TRIAL_COST = 0.0075  # fraction of the time spent on trial drafts
-    PLAIN_INTERVAL = 128  # steps with drafts between two without
-
-    def __init__(self, max_k: int):
-        self.max_k = max_k
-        # of each row: drafts accepted, drafts verified, whether the last step accepted all
-        self.counts: dict[Row, tuple[float, float, bool]] = {}
-        self.total = (1.2, 2.0)  # accepted, verified over all rows, with an optimistic start
-        self.step_latency = LatencyModel()  # by tokens in the step
-        self.draft_latency = LatencyModel()  # of one draft position, by rows that draft
-        self.last_trials: dict[Row, int] = {}  # step of the last trial of a row with k = 0
-        self.steps = self.last_trial = self.last_plain = 0
-
-    def choose(self, rows: Sequence[Row]) -> list[int]:
-        """k for each row of the next step."""
-        self.steps += 1
-        none = [0] * len(rows)
-        if not rows or not self.max_k or not self.step_latency:
-            return none  # measure a step without drafts first
-        ks = self._best(rows)
-        if not self.draft_latency:  # draft latency was not measured yet
-            ks = [min(k, 1) for k in ks]
-        if not any(ks):
-            self.last_plain = self.steps
-        elif self.steps - self.last_plain > self.PLAIN_INTERVAL:
-            self.last_plain = self.steps
-            return none
-        idle = [i for i, k in enumerate(ks) if k == 0]
-        if idle:
-            now, more = self.step_latency.predict([len(rows), len(rows) + 1])
-            more += 0.0 if any(ks) else self.draft_latency.predict([1])[0]
-            hopeless = (len(rows) + 1) * now <= len(rows) * more  # even if all were accepted
-            interval = max(3, (more / max(now, 1e-9) - 1) / self.TRIAL_COST)
-            interval = self.PLAIN_INTERVAL if hopeless else interval
-            if self.steps - self.last_trial > interval:
-                i = min(idle, key=lambda i: self.last_trials.get(rows[i], 0))
-                ks[i], self.last_trial, self.last_trials[rows[i]] = 1, self.steps, self.steps
-            for i in idle if not hopeless else ():
-                ks[i] = max(ks[i], int(self.counts.get(rows[i], (0, 0, False))[2]))
-        return ks
-
-    def observe(
+    def __init__(
         self,
+        model: DraftModel,
         rows: Sequence[Row],
-        proposed: Sequence[int],
-        accepted: Sequence[int],
-        tokens: int,
-        seconds: float,
-        draft_seconds: float = 0.0,
-    ) -> None:
-        """Record a step: drafts proposed and accepted of each row, the tokens the step ran, its
-        seconds including drafting, and the seconds of drafting."""
-        for row, k, n in zip(rows, proposed, accepted):
-            verified = min(n + 1, k)  # drafts after a rejected one were not verified
-            if verified:
-                decay = 0.5 ** (verified / self.HALF_LIFE)
-                hits, tries, _ = self.counts.pop(row, (0.0, 0.0, False))
-                self.counts[row] = hits * decay + n, tries * decay + verified, n == k
-                decay **= 1 / 8
-                self.total = self.total[0] * decay + n, self.total[1] * decay + verified
-        if any(proposed):
-            longest = max(proposed)
-            self.draft_latency.add(math.ceil(sum(proposed) / longest), draft_seconds / longest)
-        self.step_latency.add(tokens, seconds - draft_seconds)
-
-    def forget(self, row: Row) -> None:
-        """Drop the measurements of a row that has ended."""
-        self.counts.pop(row, None)
-        self.last_trials.pop(row, None)
-
-    def rate(self, row: Row) -> float:
-        """Estimated acceptance rate of a row."""
-        hits, tries, _ = self.counts.get(row, (0.0, 0.0, False))
-        prior = self.PRIOR * self.total[0] / self.total[1]
-        return min(0.99, (hits + prior) / (tries + self.PRIOR))
-
-    def _best(self, rows: Sequence[Row]) -> list[int]:
-        """The k of each row with the highest expected tokens per second."""
-        R, rates = len(rows), [self.rate(row) for row in rows]
-        values = sorted(
-            ((a**i, i, r) for r, a in enumerate(rates) for i in range(1, self.max_k + 1)),
-            reverse=True,
-        )
-        seconds = self.step_latency.predict(range(R, R + len(values) + 1))
-        draft = self.draft_latency.predict(range(R + 1))
-        best, limit, found = R / max(seconds[0], 1e-9), (0, 0), [0] * R
-        # drafting time is proportional to the largest k
-        candidates = range(1, self.max_k + 1)
-        if R > 8:
-            candidates = {self.max_k >> i for i in range(self.max_k.bit_length())}
-        for largest in candidates if draft[R] > 0.001 * seconds[0] else (self.max_k,):
-            n, tokens = 0, float(R)
-            for value, i, _ in values:
-                if i <= largest:
-                    n, tokens = n + 1, tokens + value
-                    drafting = largest * draft[-(-n // largest)]
-                    speed = tokens / max(seconds[n] + drafting, 1e-9)
-                    if speed > best:
-                        best, limit = speed, (largest, n)
-        largest, n = limit
-        for _, _, r in [x for x in values if x[1] <= largest][:n]:
-            found[r] += 1
-        return found
-
-
-class TreeGoodput(Goodput):
-    """Goodput for trees: of a few sizes the one with the highest expected tokens per second, each
-    in the best shape for the measured acceptance of the drafter's first, second, ... choice."""
-
-    def __init__(self, sizes: Sequence[int], ranks: Sequence[float], fixed: bool = False):
-        """sizes: numbers of nodes, ascending; ranks: prior acceptance of each rank; fixed: always
-        use the largest size."""
-        super().__init__(1)
-        self.sizes, self.fixed = sizes, fixed
-        self.rank_counts = [[8.0 * a, 8.0] for a in ranks]  # accepted, verified
-        self.trees: list[Tree] = []
-        self.rounds = 0
-
-    @property
-    def acceptance(self) -> list[float]:
-        """Acceptance rate of each rank, descending."""
-        return sorted((hits / tries for hits, tries in self.rank_counts), reverse=True)
-
-    def choose_tree(self, rows: Sequence[Row]) -> Tree:
-        """The tree of the next step, the same for all rows; Tree(()) for no drafts."""
-        if self.rounds % 16 == 0:
-            self.trees = [best_tree(self.acceptance, size) for size in self.sizes]
-        self.rounds += 1
-        if self.fixed:
-            return self.trees[-1]
-        if not self.step_latency:
-            return Tree(())
-        choices = [Tree(()), *self.trees]
-        sizes = [len(rows) * (1 + len(tree.parents)) for tree in choices]
-        seconds = self.step_latency.predict(sizes)
-        draft = self.draft_latency.predict([1])[0]
-        speeds = [
-            (1 + self._value(tree)) / max(s + draft * tree.depth, 1e-9)
-            for tree, s in zip(choices, seconds)
-        ]
-        best = max(range(len(choices)), key=speeds.__getitem__)
-        cost = seconds[1] - seconds[0] + draft * choices[1].depth
-        interval = max(3, cost / (self.TRIAL_COST * max(seconds[0], 1e-9)))
-        if not best and self.rounds - self.last_trial > interval:
-            self.last_trial, best = self.rounds, 1
-        elif best and self.rounds - self.last_plain > self.PLAIN_INTERVAL:
-            best = 0
-        if not best:
-            self.last_plain = self.rounds
-        return choices[best]
-
-    def observe_tree(
-        self,
-        rows: Sequence[Row],
+        contexts: Sequence[list[int]],
         tree: Tree,
-        paths: Sequence[Sequence[int]],
-        seconds: float,
-        draft_seconds: float,
-    ) -> None:
-        """Record a step: the accepted path of nodes of each row."""
-        children = [tree.parents.count(i) for i in range(-1, len(tree.parents))]
-        for path in paths:
-            for node, after in zip((-1, *path), (*path, None)):
-                for rank in range(min(children[node + 1], len(self.rank_counts))):
-                    self.rank_counts[rank][1] += 1
-                    self.rank_counts[rank][0] += after is not None and tree.ranks[after] == rank
-        if self.rank_counts[0][1] > 512:
-            self.rank_counts = [[hits / 2, tries / 2] for hits, tries in self.rank_counts]
-        if tree.parents:
-            self.draft_latency.add(1, draft_seconds / tree.depth)
-        self.step_latency.add(len(rows) * (1 + len(tree.parents)), seconds - draft_seconds)
+        inner: Callable[[list[int], int], Proposal] | None,
+    ):
+        self.model, self.rows, self.contexts, self.tree = model, rows, contexts, tree
+        self.inner = inner
+        self.base = torch.tensor([len(c) - 1 for c in contexts], device=model.runner.device)
+        self.parents: list[int] = []  # in the cache's tree
+        self.entries = {-1: -1}  # a node of `tree` -> its node in the cache
+        self.guesses: dict[tuple[int, int], int] = {}  # parent and token -> node in the cache
+        self.logits: list[Tensor] = []  # (B, V) after the context and each node in the cache
+        self.reach = {-1: 0}  # of each node with children: levels of such nodes below it
+        for node in sorted(set(tree.parents) - {-1}, reverse=True):
+            parent, below = tree.parents[node], self.reach.setdefault(node, 0)
+            self.reach[parent] = max(self.reach.get(parent, 0), below + 1)
 
-    def _value(self, tree: Tree) -> float:
-        """Expected number of accepted tokens."""
-        values, acceptance = [], self.acceptance
-        for parent, rank in zip(tree.parents, tree.ranks):
-            values.append(acceptance[rank] * (values[parent] if parent >= 0 else 1.0))
-        return sum(values)
+    def forward(self, nodes: list[int], tokens: Tensor) -> None:
+        """Run the root, or nodes whose parents were run, and the guesses of what follows each.
+        tokens: (B, N) of the tree."""
+        first = len(self.parents)
+        is_root = nodes == [-1]
+        for node in () if is_root else nodes:
+            self.entries[node] = self._add(self.entries[self.tree.parents[node]])
+        guessed = [] if self.inner is None else self._guess(nodes, tokens[0].tolist())
+        if is_root:
+            h = self.model.read(self.rows, self.contexts, guessed)
+        else:
+            self.model.forwards += 1
+            ids = torch.cat((tokens[:, nodes], tokens.new_tensor([guessed] * len(tokens))), 1)
+            new = torch.arange(first + 1, len(self.parents) + 1, device=ids.device)
+            limit = max(map(len, self.contexts)) + len(self.parents)
+            h = self.model.runner.nodes(ids, _tree(tuple(self.parents)), self.base, new, limit)
+        self.logits += self.model.head(h).unbind(1)
+
+    def logits_of(self, nodes: list[int]) -> Tensor:
+        """(B, W, V) after W nodes that were run."""
+        return torch.stack([self.logits[self.entries[node] + 1] for node in nodes], 1)
+
+    def was_guessed(self, node: int, tokens: Tensor) -> bool:
+        """Whether a node's token was run as a guess after its parent: then it is such a node."""
+        if self.inner is None:
+            return False
+        key = self.entries[self.tree.parents[node]], int(tokens[0, node])
+        if key in self.guesses:
+            self.entries[node] = self.guesses[key]
+        return key in self.guesses
+
+    def _add(self, parent: int) -> int:
+        self.parents.append(parent)
+        return len(self.parents) - 1
+
+    def _guess(self, nodes: list[int], tokens: list[int]) -> list[int]:
+        """Tokens of the guesses after all nodes."""
+        found: list[int] = []
+        for node in nodes:
+            path, at = [], node
+            while at >= 0:
+                path, at = [tokens[at], *path], self.tree.parents[at]
+            missing = len(self.reach) - len(self.entries)
+            room = 2 * len(self.tree.parents) - len(self.parents) - missing
+            guess = self.inner(self.contexts[0] + path, min(self.reach[node], room))[0]
+            at = self.entries[node]
+            for token in guess:
+                self.guesses[at, token] = at = self._add(at)
+            found += guess
+        return found
+
+
+_tree = lru_cache(Tree)  # with its mask
 
 
 # --------------------------------------------------------------------------------------------------

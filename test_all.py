@@ -151,6 +151,7 @@ from parallelism.dist_env import has_fast_bf16
 from training import callbacks as CB
 from training import draft_head as DH
 from generation import cascade as CASCADE
+from generation import draft_length as DK
 from generation import drafting as D
 from generation import early_exit as EE
 from serving import cascade_engine as CE
@@ -7845,15 +7846,14 @@ def test_spec_wrong_rules_fail_the_check(parents, greedy_draft):
 
 
 def spec_random_tree(rng: random.Random, nodes: int, fanout: int = 3, depth: int = 9) -> E.Tree:
-    """A random tree in level order: its parents never decrease."""
+    """A random tree, its nodes in any order in which a parent precedes its children."""
     parents: list[int] = []
     depths = {-1: 0}
     for i in range(nodes):
-        low = parents[-1] if parents else -1
-        fits = [p for p in range(low, i) if parents.count(p) < fanout and depths[p] < depth]
+        fits = [p for p in range(-1, i) if parents.count(p) < fanout and depths[p] < depth]
         if not fits:
             break
-        parents.append(fits[min(int(rng.expovariate(0.8)), len(fits) - 1)])  # mostly nearby ones
+        parents.append(rng.choice(fits))
         depths[i] = depths[parents[-1]] + 1
     return E.Tree(tuple(parents))
 
@@ -8089,8 +8089,6 @@ def test_spec_tree_properties():
 
 for parents in [(0,), (-2,), (-1, 1), (-1, 2, 0), (-1, -2), (5, -1), (1, -1)]:
     REFUSED[f"Tree: parents {parents}"] = partial(E.Tree, parents), r"parents\[\d\] must .*-?\d"
-for parents in [(-1, 0, -1), (-1, -1, 0, 2, 1), (-1, 0, 1, 0)]:  # a child after a grandchild
-    REFUSED[f"Tree: order of {parents}"] = partial(E.Tree, parents), "parents .*level"
 
 
 def spec_all_trees(nodes: int, ranks: int, depth: int) -> set[frozenset]:
@@ -8290,8 +8288,8 @@ def test_spec_goodput_follows_the_conditions(name):
     proposal or duration of zero is an error."""
     phases = SPEC_PHASES[name]
     max_k = max(phase[-1] for phase in phases)
-    policy, rows = E.Goodput(max_k), [SpecRow(0.0) for _ in range(64)]
-    assert E.Goodput(max_k).choose(rows) == [0] * 64  # first it measures a step without drafts
+    policy, rows = DK.Goodput(max_k), [SpecRow(0.0) for _ in range(64)]
+    assert DK.Goodput(max_k).choose(rows) == [0] * 64  # first it measures a step without drafts
     for seed, (b, a, drafts, costs, steps, low, high) in enumerate(phases):
         for row in rows:
             row.acceptance, row.drafts = a, drafts
@@ -8309,7 +8307,7 @@ def test_spec_goodput_chooses_k_per_sequence():
     """Sequences of high and of low acceptance in one batch: each gets its own k, also in another
     order and in a smaller batch."""
     good, bad = [SpecRow(0.95) for _ in range(8)], [SpecRow(0.05) for _ in range(8)]
-    costs, policy = (20e-3, 1e-3, 0.5e-3), E.Goodput(5)
+    costs, policy = (20e-3, 1e-3, 0.5e-3), DK.Goodput(5)
     rows = [row for pair in zip(good, bad, strict=True) for row in pair]
     served = [*spec_simulate(policy, rows, costs, 400)]
     high, low = (sum(sum(ks[i::2]) for ks, _, _ in served[-100:]) / 800 for i in (0, 1))
@@ -8321,7 +8319,7 @@ def test_spec_goodput_chooses_k_per_sequence():
 def test_spec_goodput_in_changing_batches():
     """Sequences of some sixty tokens, 0 to 24 at a time, prefills in between: near the best fixed
     k."""
-    rng, policy, costs = random.Random(21), E.Goodput(5), (20e-3, 0.5e-3, 0.2e-3)
+    rng, policy, costs = random.Random(21), DK.Goodput(5), (20e-3, 0.5e-3, 0.2e-3)
     totals, sizes, rows = torch.zeros(2, 7, dtype=torch.float64), Counter(), [SpecRow(0.8)]
     for step in range(700):
         rows = [row for row in rows if rng.random() > 0.05]
@@ -10396,7 +10394,8 @@ def test_drafting_in_batches_equals_plain_decoding(kind, form, n, tmp_path):
     drafter nor policy keeps state of a sequence."""
     model, (prompts, params, expected) = spec_target(form), batch_of_prompts(form, n)
     head = random_head(tmp_path, model.config.dim)
-    for k, kv_swap in [("3", False), ("auto", True)][: 2 if n == 7 else 1]:
+    cases = [("3", False), ("auto", True), ("confidence", False)]
+    for k, kv_swap in cases[: 2 + (kind == "draft") if n == 7 else 1]:
         flags = ("--set", "draft_coupled=true", "--speculate-k", k)
         more = dict(draft=spec_draft(), head=head, num_blocks=90, kv_swap=kv_swap)
         engine = spec_engine(model, kind, *flags, **more)
@@ -10408,6 +10407,7 @@ def test_drafting_in_batches_equals_plain_decoding(kind, form, n, tmp_path):
         assert not getattr(engine.drafter, "cached_tokens", {})
         policy = engine.speculate_k
         assert k != "auto" or not (policy.counts or policy.last_trials)
+        assert k != "confidence" or not policy.thresholds
 
 
 @pytest.mark.parametrize("kind", SPEC_KINDS)
@@ -10438,6 +10438,9 @@ def test_drafting_coupled_samples_equal_plain_sampling(kind, tmp_path):
                 runs, at = decoder.next(), at + length
 
 
+AHEAD = "--set draft_ahead=true"
+
+
 def exact_triple_probs(model, params, prompt) -> torch.Tensor:
     """(V ** 3,) probabilities of the next three tokens, by the definition of sampling."""
     p = {(): 1.0}
@@ -10462,16 +10465,16 @@ FIVE_MLA |= dict(correction_bias=False, scoring="softmax", norm_topk=False)
 FIVE_PROMPT = [1, 4, 0, 4, 1, 4]
 
 
-def sampled_p_value(kind, samples, tmp_path, k="3") -> float:
+def sampled_p_value(kind, samples, tmp_path, k="3", *flags) -> float:
     """The p-value of `samples` triples of tokens sampled by a Decoder."""
     model = random_model(latent(**FIVE_MLA) if kind == "mtp" else tiny(**FIVE), 3, 0.5)
     draft = random_model(tiny(**FIVE | dict(n_layers=1)), 4, 0.5)
     params = P.SamplingParams(temperature=1.1, top_k=4, frequency_penalty=0.5)
-    rows, seen = 1 if kind == "staged" else 4000, torch.zeros(125)
+    rows, seen = 1 if kind == "staged" or flags else 4000, torch.zeros(125)
     more = dict(n=rows, draft=draft, head=random_head(tmp_path, 16))
     for first in range(0, samples, rows):
         seed = replace(params, seed=1 + first)
-        decoder = spec_decoder(model, kind, seed, 16, "--speculate-k", k, **more)
+        decoder = spec_decoder(model, kind, seed, 16, "--speculate-k", k, *flags, **more)
         triples = torch.tensor(spec_run(decoder, FIVE_PROMPT, 3)) @ torch.tensor([25, 5, 1])
         seen += triples.bincount(minlength=125)
     assert sum(decoder.speculator.stats.proposed) > 0
@@ -10492,6 +10495,22 @@ def test_drafting_sampled_text_has_the_target_distribution(kind, samples, tmp_pa
     assert sampled_p_value(kind, samples, tmp_path, k) > floor
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "samples, k, flags",
+    [(24_000, "confidence", ""), (3600, "2", AHEAD), (3600, "confidence", AHEAD)],
+)
+def test_drafting_by_confidence_or_ahead_has_the_target_distribution(samples, k, flags, tmp_path):
+    """Drafts that end by confidence, or that were made before the last ones were verified."""
+    assert sampled_p_value("draft", samples, tmp_path, k, *flags.split()) > 1e-3
+
+
+def without_last(self, *args, chain=E.Drafter._chain):
+    """Drafts without the one that ended them, where its own probability did."""
+    found, k = chain(self, *args), max(args[1])
+    return [(t[:-1], q[:-1]) if len(t) < k else (t, q) for t, q in found]
+
+
 def one_number(self, view, tree, R, uniform=D.RejectionSampler._uniform):
     """One uniform number for all siblings."""
     return uniform(self, view, tree, R)[:, :1].expand(-1, len(tree.parents))
@@ -10501,6 +10520,7 @@ DRAFTING_MISTAKES = {  # drafter, samples, what is replaced by what
     "siblings share a number": ("tree", 12_000, D.RejectionSampler, "_uniform", one_number),
     "no residual in trees": ("tree", 12_000, D, "accept_tree", partial(spec_rule, wrong="from p")),
     "drafts share the noise": ("draft", 24_000, S.Sampler, "draft_noise", S.Sampler.noise),
+    "unlikely drafts left out": ("confidence", 24_000, E.Drafter, "_chain", without_last),
 }
 
 
@@ -10511,7 +10531,8 @@ def test_drafting_mistakes_fail_the_chi_square(mistake, tmp_path, monkeypatch):
     target's own tokens but verified as independent."""
     kind, samples, *patch = DRAFTING_MISTAKES[mistake]
     monkeypatch.setattr(*patch)
-    assert sampled_p_value(kind, samples, tmp_path, "4" if kind == "tree" else "3") < SPEC_WRONG
+    kind, k = ("draft", kind) if kind == "confidence" else (kind, "4" if kind == "tree" else "3")
+    assert sampled_p_value(kind, samples, tmp_path, k) < SPEC_WRONG
 
 
 @pytest.mark.parametrize("samples", [6000, pytest.param(24_000, marks=pytest.mark.slow)])
@@ -10530,6 +10551,182 @@ def test_drafting_in_batches_has_the_target_distribution(samples):
         seen = triples[i::2].flatten().bincount(minlength=125)
         assert p_value(seen, exact_triple_probs(model, each, FIVE_PROMPT)) > SPEC_RIGHT
     assert 0 < engine.stats()["accepted"] < engine.stats()["proposed"]
+
+
+# ---- forwards of target and draft model: staged trees, confidence, drafts ahead ----
+
+REPETITIVE = "x = [1, 2, 3]\ny = [1, 2, 3]\nz = [1, 2, 3]\nw = [1, 2"
+
+
+@cache
+def spec_forwards(kind, k, text, *flags) -> tuple[int, int, list[int]]:
+    """Forwards of the target and of the draft model after the prompt, counted from outside, and the
+    40 tokens of greedy text."""
+    ids, model, draft, counts = K.load_tokenizer(SMALL).encode(text), *spec_pair(), Counter()
+    flags = ("--speculate-k", k, *flags)
+    decoder = spec_decoder(model, kind, GREEDY, len(ids) + 40, *flags, draft=draft)
+    hooks = [
+        m.register_forward_pre_hook(lambda m, _: counts.update([m is draft]))
+        for m in (model, draft)
+    ]
+    tokens = spec_run(decoder, ids, 40)[0]
+    for hook in hooks:
+        hook.remove()
+    drafter = decoder.speculator.drafter
+    assert counts[True] == getattr(drafter, "model", drafter).forwards
+    return counts[False] - 1, counts[True], tokens  # without the prefill
+
+
+spec_pair = lambda: (spec_target("dense"), spec_draft())
+
+
+@pytest.mark.parametrize("text", [REPETITIVE, SPEC_TEXTS[0], SPEC_TEXTS[7]])
+def test_drafting_staged_saves_forwards_of_the_draft_model(text):
+    """Staged trees: text and forwards of the target are those of --speculate tree, the draft
+    model's are not more, nor more than a chain's, and on repetitive text less than half."""
+    steps, forwards, tokens = spec_forwards("staged", "8", text)
+    single, chain = spec_forwards("tree", "8", text), spec_forwards("draft", "8", text)
+    assert (steps, tokens) == single[::2] and tokens == chain[2]
+    assert forwards <= min(single[1], chain[1])
+    assert text is not REPETITIVE or 2 * forwards < min(single[1], chain[1])
+
+
+@cache
+def five_draft() -> tuple[M.Transformer, list[int]]:
+    """A draft model, and a prompt that ends with its two most likely tokens."""
+    model, prompt = random_model(tiny(**FIVE | dict(n_layers=1)), 4, 0.5), list(FIVE_PROMPT)
+    for _ in range(2):
+        prompt.append(int(model(torch.tensor([prompt]))[0, -1].argmax()))
+    return model, prompt
+
+
+def reference_tree(tree: E.Tree) -> tuple[list[int], torch.Tensor]:
+    """A tree's tokens, the most likely ones after each path, and the logits after each node."""
+    (model, prompt), paths, logits, tokens = five_draft(), {-1: []}, {}, []
+    for i, (parent, rank) in enumerate(zip((-2, *tree.parents), (0, *tree.ranks), strict=True)):
+        if i:
+            tokens.append(int(logits[parent].argsort(descending=True)[rank]))
+            paths[i - 1] = [*paths[parent], tokens[-1]]
+        logits[i - 1] = model(torch.tensor([prompt + paths[i - 1]]))[0, -1]
+    return tokens, torch.stack([*logits.values()])
+
+
+def draft_tree(tree: E.Tree, inner) -> tuple[list[int], torch.Tensor, int]:
+    """A TreeDrafter's tokens, the logits after nodes with children, and its forwards. After another
+    proposal, of the prompt's end, whose nodes are in its cache at other positions."""
+    model, prompt = five_draft()
+    cache = M.KVCache(model.config, 1, 64)
+    forward = lambda tokens, positions, attend, _: model(
+        tokens, positions, attend, return_hidden=True
+    )
+    runner = E.ContiguousRunner(forward, cache, "cpu")
+    children = lambda x, m, i: (x.topk(m).indices, x)
+    drafter = E.TreeDrafter(E.DraftModel(runner, model.head), children, inner)
+    first = drafter.propose_tree([0], [prompt[:-2]], E.Tree((-1, -1, 0, 1, 2)))[0]
+    assert first[0, [0, 2]].tolist() == prompt[-2:]
+    before = drafter.model.forwards
+    tokens, probs = drafter.propose_tree([0], [prompt], tree)
+    return tokens[0].tolist(), probs[0], drafter.model.forwards - before
+
+
+@torch.inference_mode()
+def check_staged(seed: int, drafter=draft_tree) -> tuple[int, int]:
+    """A random tree with guesses that are right with probability 0, 0.7 or 1: tokens and logits are
+    the reference's, in at most one forward per level. -> forwards, levels."""
+    (model, prompt), rng = five_draft(), random.Random(seed)
+    tree = E.Tree.chain(1 + seed % 9) if seed % 3 == 0 else spec_random_tree(rng, 14, 3, 6)
+    right, contexts = (0.0, 0.7, 1.0)[rng.randrange(3)], []
+
+    def inner(context: list[int], k: int) -> tuple[list[int], None]:
+        found = list(context)
+        contexts.append(tuple(context))
+        for _ in range(rng.randint(0, k) if right == 0.7 else k):
+            ranked = model(torch.tensor([found]))[0, -1].argsort(descending=True).tolist()
+            found.append(ranked[0] if rng.random() < right else ranked[-1])
+        return found[len(context) :], None
+
+    tokens, logits, forwards = drafter(tree, inner)
+    expected, exact = reference_tree(tree)
+    assert tokens == expected
+    inside = [i + 1 for i in sorted(set(tree.parents))]
+    close(logits[inside], exact[inside], 1e-4)
+    assert forwards <= tree.depth
+    contexts = [c for c in contexts if c[: len(prompt)] == tuple(prompt)]
+    assert len({*contexts}) >= len(contexts) - 1  # a node each; one by the proposal before
+    if right == 1 and tree == E.Tree.chain(tree.depth):
+        assert forwards == 1
+    return forwards, tree.depth
+
+
+def test_drafting_staged_trees_equal_the_reference():
+    """Random trees, with right and wrong guesses after every node."""
+    forwards, levels = map(sum, zip(*map(check_staged, range(60)), strict=True))
+    assert forwards < 0.8 * levels
+
+
+def spec_costs(kind, k, cost, *flags) -> tuple[int, float]:
+    """Forwards of the target for some texts, and with those of the draft model, at `cost` each."""
+    runs = [spec_forwards(kind, k, text, *flags) for text in (REPETITIVE, *SPEC_TEXTS[:6])]
+    steps = sum(run[0] for run in runs)
+    return steps, steps + cost * sum(run[1] for run in runs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cost", [0.15, 0.25])  # 0.25: measured with checkpoints/draft
+def test_drafting_by_confidence_runs_the_target_less(cost):
+    """Fewer forwards of the target, and a lower cost with the draft model's, than with the best
+    fixed number of drafts; the same text."""
+    fixed = [spec_costs("draft", str(k), cost) for k in (1, 2, 3, 4, 5, 6, 8, 12)]
+    best = min(fixed, key=lambda x: x[1])
+    steps, total = spec_costs("draft", "confidence", cost)
+    assert steps < best[0] and total < best[1], (steps, total, fixed)
+    for text in (REPETITIVE, *SPEC_TEXTS[:6]):
+        assert spec_forwards("draft", "confidence", text)[2] == spec_forwards("draft", "1", text)[2]
+
+
+def test_drafting_ends_below_the_confidence():
+    """Drafts are the draft model's, up to the one that takes the product of their probabilities
+    below the row's threshold; rejected ones raise it, steps without lower it."""
+    (model, prompt), policy = five_draft(), DK.Confidence(9)
+    forward = lambda tokens, positions, attend, _: model(
+        tokens, positions, attend, return_hidden=True
+    )
+    contexts, lengths = [prompt, prompt[::-1]], set()
+    for threshold in (1.0, 0.5, 0.2, 0.05, 0.0):
+        cache = M.KVCache(model.config, 2, 32)
+        drafter = E.DraftModel(E.ContiguousRunner(forward, cache, "cpu", 2), model.head)
+        drafter.confidence, policy.thresholds = policy, {0: threshold, 1: threshold / 2}
+        with torch.inference_mode():
+            found = drafter.propose_batch([0, 1], contexts, [9, 4])
+            for row, k, context, (tokens, _) in zip((0, 1), (9, 4), contexts, found, strict=True):
+                product, expected = 1.0, []
+                while len(expected) < k and product >= policy.thresholds[row]:
+                    p = model(torch.tensor([context + expected]))[0, -1].softmax(-1)
+                    product *= p.max().item()
+                    expected.append(int(p.argmax()))
+                assert tokens == expected
+                lengths.add(len(tokens))
+    assert len(lengths) > 3 and {1, 9} < lengths
+    new = DK.Confidence(9)
+    new.observe([0, 1, 2], [3, 3, 0], [3, 2, 0])
+    assert new.thresholds[0] < new.INITIAL < new.thresholds[1] <= 1 and 2 not in new.thresholds
+    for _ in range(99):
+        new.observe([0, 1], [3, 3], [3, 2])
+    assert 0 < new.thresholds[0] < new.thresholds[1] == 1 and new.choose([0, 1]) == [9, 9]
+
+
+@pytest.mark.parametrize("k", ["3", "confidence"])
+def test_drafting_ahead_saves_proposals(k):
+    """Drafts ahead: the text is the same; with the target as its own draft model every proposal
+    but the first was drafted ahead, with another model some were."""
+    flags, ids = ("--speculate-k", k, *AHEAD.split()), spec_prompts(6)[5]
+    model = spec_target("dense")
+    expected = plain_texts("dense", 6, 16)[5]
+    for draft in (model, spec_draft()):
+        decoder = spec_decoder(model, "draft", GREEDY, len(ids) + 16, *flags, draft=draft)
+        assert spec_run(decoder, ids, 16) == expected
+        used, steps = decoder.speculator.drafter.num_ahead_used, decoder.speculator.stats.verified
+        assert used == steps - 1 if draft is model else 0 < used < steps - 1
 
 
 # ---- tree logits, finish reasons, flags ----
@@ -10655,6 +10852,10 @@ def test_drafting_rows_finish_at_different_steps(kind):
         ("x --speculate ngram --set exit_layers=2", "exit_layers requires --speculate exit"),
         ("x --speculate ngram --set forced_acceptance=0.5", "forced_acceptance requires --bench"),
         ("x --speculate staged --n 2", "--speculate staged"),
+        (f"x --speculate draft --n 2 {AHEAD}", "draft_ahead=true requires --n 1"),
+        (f"x --speculate exit {AHEAD}", "draft_ahead requires --speculate draft"),
+        (f"--batch x --speculate draft {AHEAD}", "cannot be combined"),
+        ("x --speculate ngram --speculate-k confidence", "requires --speculate draft or"),
         ("--speculate ngram --perplexity README.md", "cannot be combined"),
         ("x --speculate draft --draft-model nowhere", "nowhere"),
         ("x --speculate draft --draft-model SIZE", "has 4100 tokens and the target's 4096"),
@@ -27932,8 +28133,8 @@ def generate_rank(env) -> None:
     time.perf_counter = P.Engine.__init__.__kwdefaults__["clock"] = perf_counter
     V.num_available_blocks = lambda *args: 16 - 5 * env.rank
     if env.rank:
-        E.Goodput.choose = lambda self, rows: [rng.randrange(4) for _ in rows]
-        E.TreeGoodput.choose_tree = lambda self, rows: E.Tree.chain(rng.randrange(3))
+        DK.Goodput.choose = lambda self, rows: [rng.randrange(4) for _ in rows]
+        DK.TreeGoodput.choose_tree = lambda self, rows: E.Tree.chain(rng.randrange(3))
     load, make_cache, safe_open = G.load, G.KVCache, HF.safe_open
 
     def count(tensor):

@@ -145,22 +145,27 @@ class GenerateConfig(Settings):
     # speculative decoding
     speculate: str | None = flag(
         None, "speculative decoding. Source of the drafts: ngram, a lookup in prompt and output; "
-        "draft, --draft-model; staged, --draft-model, itself sped up by ngram; tree, a tree of the "
-        "top tokens of --draft-model (never compiled); exit, the model's first layers; mtp, the "
-        "model's multi-token prediction layers; head, a draft head of train.py --task draft-head",
+        "draft, --draft-model; tree, a tree of the top tokens of --draft-model; staged, a tree "
+        "whose own drafting ngram speeds up (trees are never compiled); exit, the model's first "
+        "layers; mtp, the model's multi-token prediction layers; head, a draft head of train.py "
+        "--task draft-head",
         choices=("ngram", "draft", "staged", "tree", "exit", "mtp", "head"))
     draft_model: str | None = flag(
         None, "folder of the draft model or head (default for checkpoints/small: the shipped ones)",
         metavar="DIR")
     speculate_k: str = flag(
-        "auto", "drafts per step (nodes of a tree); auto: by measured goodput, up to 8",
-        metavar="N|auto")
+        "auto", "drafts per step (nodes of a tree); auto: by measured goodput, up to 8; "
+        "confidence: while the drafter's own are likely to be accepted, up to 16",
+        metavar="N|auto|confidence")
     reference: Path | None = flag(
         None, "with --speculate ngram: text to copy drafts from, besides the prompt and the output",
         metavar="FILE")
     exit_layers: int | None = rare(
         None, "with --speculate exit: number of first layers that draft (default: half of all)",
         "1 or more")
+    draft_ahead: bool = rare(
+        False, "with --speculate draft: draft on before the drafts are verified; if all are "
+        "accepted, the next ones need no forward (slower where both models run in turn)")
     draft_coupled: bool = rare(
         False, "sample drafts with the noise of the target's token and accept those that equal it: "
         "the text is what --seed gives without drafts, at a lower acceptance rate")
@@ -284,9 +289,10 @@ REQUIRES = [
     ("exit_ramps", "early_exit"), ("cascade_threshold", "cascade"),
     ("plot", "quantize_report"),
     ("draft_model", "speculate=draft|staged|tree|head"), ("speculate_k", "speculate"),
-    ("draft_coupled", "speculate"), ("exit_layers", "speculate=exit"),
+    ("draft_coupled", "speculate"), ("draft_ahead", "speculate=draft"),
+    ("speculate_k=confidence", "speculate=draft|exit|mtp|head"), ("exit_layers", "speculate=exit"),
     ("reference", "speculate=ngram|staged"),
-    ("forced_acceptance", "speculate=ngram|draft|staged|exit|mtp|head"),
+    ("forced_acceptance", "speculate=ngram|draft|exit|mtp|head"),
     ("forced_acceptance", "bench bench_serving"),
     ("adapters", "batch serve"), ("merge_adapters", "adapters"),
     *((name, "batch bench_serving serve program") for name in (
@@ -345,6 +351,8 @@ EXCLUDES = [
      "its layers have weights in the KV cache of one device"),
     ("merge_adapters", "quantize", "adapters are merged into 16-bit weights"),
     ("prompt_tokens", "prompt chat", "the prompt is random"),
+    ("draft_ahead", "compile batch bench_serving serve program",
+     "it continues the drafts of one prompt, uncompiled"),
     ("regex", "json_schema", "a text has one grammar"),
     *((name, "compile pp ep shard_batch", "it masks on the host and drafts forced tokens")
       for name in ("regex", "json_schema")),
@@ -402,8 +410,8 @@ def parse_args(argv: list[str]) -> GenerateConfig:
     except ValueError as e:
         raise ValueError(f"--policy {args.policy}: {e}") from None
     k = args.speculate_k
-    if k != "auto" and not (k.isdecimal() and 1 <= int(k) <= 64):
-        raise ValueError(f"--speculate-k must be from 1 to 64 or auto, not {k}")
+    if k not in ("auto", "confidence") and not (k.isdecimal() and 1 <= int(k) <= 64):
+        raise ValueError(f"--speculate-k must be from 1 to 64, auto or confidence, not {k}")
     if args.max_num_seqs > args.max_num_batched_tokens:
         raise ValueError(
             f"--max-num-seqs {args.max_num_seqs} must not exceed --max-num-batched-tokens "

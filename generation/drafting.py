@@ -39,6 +39,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from generation.config import GenerateConfig
+from generation.draft_length import Confidence, FixedK, Goodput, TreeGoodput
 from generation.early_exit import slice_layers
 from generation.perplexity import read_text
 from generation.sampling import Sampler, sample
@@ -49,17 +50,13 @@ from speculative import (
     DraftHead,
     DraftModel,
     ContiguousRunner,
-    FixedK,
-    Goodput,
     HeadDrafter,
     MTPDrafter,
     NGram,
     Proposal,
     DraftRunner,
-    StagedDrafter,
     Tree,
     TreeDrafter,
-    TreeGoodput,
     accept,
     accept_tree,
     match_tree,
@@ -68,7 +65,8 @@ from speculative import (
 )
 
 MAX_DRAFT_TOKENS = 8  # most drafts per step with --speculate-k auto
-MAX_TREE_NODES = 12  # most drafts per step with --speculate tree and --speculate-k auto
+MAX_TREE_NODES = 12  # most drafts per step with --speculate tree or staged and --speculate-k auto
+MAX_CONFIDENT_TOKENS = 16  # most drafts per step with --speculate-k confidence
 # Assumed acceptance rate of a draft model's first, second, ... choice before any is measured
 RANK_PRIOR = (0.6, 0.15, 0.07, 0.04)
 
@@ -244,8 +242,9 @@ class Speculator:
     each has its own positions; a step runs the last token and the drafts of every row, and cache
     entries of rejected drafts are overwritten when their positions are used again.
 
-    new_policy: makes a FixedK or Goodput; lookahead_slots: cache slots at the end that only drafts
-    use; compile_fn: compiles or captures a function of tensors with static shapes."""
+    new_policy: makes a policy of draft_length.py; lookahead_slots: cache slots at the end that only
+    drafts use; compile_fn: compiles or captures a function of tensors with static shapes;
+    draft_ahead: the DraftModel drafts on before the drafts of the only row are verified."""
 
     def __init__(
         self,
@@ -255,9 +254,10 @@ class Speculator:
         rejection_sampler: RejectionSampler,
         lookahead_slots: int,
         compile_fn: Callable[[Callable], Callable] | None = None,
+        draft_ahead: bool = False,
     ):
         self.decoder, self.drafter, self.rejection_sampler = decoder, drafter, rejection_sampler
-        self.lookahead_slots = lookahead_slots
+        self.lookahead_slots, self.draft_ahead = lookahead_slots, draft_ahead
         self.new_policy = new_policy
         self.contexts: list[list[int]] = []
         self.rows = list(range(decoder.batch))
@@ -308,7 +308,7 @@ class Speculator:
         proposals = self._propose(n_drafts) if n_drafts else empty
         lengths = [len(tokens) for tokens, _ in proposals]
         draft_seconds = time.perf_counter() - begin
-        out, n = self._verify(proposals if k else empty)
+        out, n = self._verify(proposals if k else empty, k)
         runs, num_tokens = self._append(out, n), len(self.rows)
         if k:
             num_tokens *= 1 + max(lengths)
@@ -335,8 +335,9 @@ class Speculator:
             return self.drafter.propose_batch(self.rows, self.contexts, [k] * len(self.rows))
         return [self.drafter(context, k) for context in self.contexts]
 
-    def _verify(self, proposals: list[Proposal]) -> tuple[list[list[int]], list[int]]:
-        """-> each row's sampled tokens, and the number of its drafts that were accepted."""
+    def _verify(self, proposals: list[Proposal], k: int = 0) -> tuple[list[list[int]], list[int]]:
+        """-> each row's sampled tokens, and the number of its drafts that were accepted. k: drafts
+        that were requested."""
         d, device = self.decoder, self.decoder.token.device
         K = max(len(tokens) for tokens, _ in proposals)
         if d.compiled and K:
@@ -351,6 +352,8 @@ class Speculator:
             tokens, lengths, probs = pad_drafts(proposals, K, device)
             positions = positions + torch.arange(K + 1, device=device)
             hidden, logits = self.forward(torch.cat((last, tokens), 1), positions)
+            if self.draft_ahead:  # before the verification is waited for
+                self.drafter.draft_ahead(0, self.contexts[0], proposals[0][0], k + 1)
             out, n = self.rejection_sampler.verify(logits, tokens, probs, lengths)
             n = n.tolist()
         d.store_step(logits, out)
@@ -451,17 +454,30 @@ class TreeSpeculator(Speculator):
 
 
 def lookahead_slots(args: GenerateConfig) -> int:
-    """Cache slots that only drafts use: their maximum number, rounded up to a power of two and at
-    least MAX_TREE_NODES, and one for padding."""
+    """Cache slots that only drafts use: their maximum number, twice that with a drafter's own
+    guesses or drafts ahead, rounded up to a power of two and at least MAX_TREE_NODES, and one for
+    padding."""
     forced = 0 if args.sampling_params.grammar is None else MAX_FORCED_TOKENS
-    return 1 + max(1 << (max_draft_tokens(args) - 1).bit_length(), MAX_TREE_NODES, forced)
+    drafts = max_draft_tokens(args) << (args.speculate == "staged" or args.draft_ahead)
+    return 1 + max(1 << (drafts - 1).bit_length(), MAX_TREE_NODES, forced)
 
 
 def max_draft_tokens(args: GenerateConfig) -> int:
     """The most drafts of a step (nodes of a tree) that --speculate-k allows."""
-    if args.speculate_k != "auto":
+    if args.speculate_k.isdecimal():
         return int(args.speculate_k)
-    return MAX_TREE_NODES if args.speculate == "tree" else MAX_DRAFT_TOKENS
+    if args.speculate_k == "confidence":
+        return MAX_CONFIDENT_TOKENS
+    return MAX_TREE_NODES if args.speculate in ("tree", "staged") else MAX_DRAFT_TOKENS
+
+
+def new_policy(args: GenerateConfig, drafter: Any) -> FixedK | Goodput:
+    """The policy of --speculate-k, which a drafter that stops by confidence asks too."""
+    policies = {"auto": Goodput, "confidence": Confidence}
+    policy = policies.get(args.speculate_k, FixedK)(max_draft_tokens(args))
+    if args.speculate_k == "confidence":
+        drafter.confidence = policy
+    return policy
 
 
 def raise_mla_absorb_limit_(args: GenerateConfig, model: Transformer) -> None:
@@ -482,12 +498,14 @@ def build_speculator(
     --draft-model. ValueError names the flag."""
     model, device, max_drafts = decoder.model, decoder.token.device, max_draft_tokens(args)
     check_rope_scaling(model)
-    if args.speculate == "tree" and (name := model.config.contiguous_only):
-        raise ValueError(f"--speculate tree does not support {name}: use --speculate ngram")
-    if args.speculate == "staged" and decoder.batch > 1:
+    is_tree = args.speculate in ("tree", "staged")
+    if is_tree and (name := model.config.contiguous_only):
         raise ValueError(
-            "--speculate staged requires --n 1: it drafts for one row; use --speculate draft"
+            f"--speculate {args.speculate} does not support {name}: use --speculate ngram"
         )
+    one_row = "--set draft_ahead=true" if args.draft_ahead else "--speculate staged"
+    if decoder.batch > 1 and (args.draft_ahead or args.speculate == "staged"):
+        raise ValueError(f"{one_row} requires --n 1: it drafts for one row; use --speculate draft")
     rejection_sampler = RejectionSampler(
         decoder.sampler, args.draft_coupled, args.forced_acceptance
     )
@@ -512,16 +530,17 @@ def build_speculator(
         args, model, tokenizer, load, sample_draft, make_runner, decoder.cache, new_cache
     )
     compile_fn = decoder.graph_runner if decoder.compiled else None
-    if args.speculate == "tree":
+    if is_tree:
         sizes = [max_drafts] if args.speculate_k != "auto" else [2, 4, 8, MAX_TREE_NODES]
-        new_policy = partial(TreeGoodput, sizes, RANK_PRIOR, args.speculate_k != "auto")
-        tree_drafter = TreeDrafter(drafter, rejection_sampler.sample_children)
-        rest = new_policy, rejection_sampler, lookahead_slots(args)
+        new_tree = partial(TreeGoodput, sizes, RANK_PRIOR, args.speculate_k != "auto")
+        inner = NGram(references=references(args, tokenizer))
+        inner = inner if args.speculate == "staged" else None
+        tree_drafter = TreeDrafter(drafter, rejection_sampler.sample_children, inner)
+        rest = new_tree, rejection_sampler, lookahead_slots(args)
         return TreeSpeculator(decoder, tree_drafter, *rest)
-    new_policy = partial(Goodput if args.speculate_k == "auto" else FixedK, max_drafts)
-    speculator = Speculator(
-        decoder, drafter, new_policy, rejection_sampler, lookahead_slots(args), compile_fn
-    )
+    policy, slots = partial(new_policy, args, drafter), lookahead_slots(args)
+    rest = rejection_sampler, slots, compile_fn, args.draft_ahead
+    speculator = Speculator(decoder, drafter, policy, *rest)
     if decoder.compiled:
         speculator.warm_up(max_drafts)
     return speculator
@@ -571,12 +590,9 @@ def build_drafter(
     """The drafter of --speculate. load: name -> model and tokenizer of --draft-model; make_runner:
     (forward, cache) -> a DraftRunner; cache: the target's; new_cache: config -> a cache for a
     drafter's model. ValueError names the flag."""
-    kind, references = args.speculate, ()
-    if args.reference is not None:
-        text = read_text(args.reference, "--reference")
-        references = [tokenizer.encode(text, False)]
+    kind = args.speculate
     if kind == "ngram":
-        return NGram(references=references)
+        return NGram(references=references(args, tokenizer))
     if kind == "mtp":
         if not len(model.mtp):
             raise ValueError(
@@ -609,9 +625,14 @@ def build_drafter(
     draft, draft_tokenizer = load(name)
     check_vocabulary(f"--draft-model {name}", draft, draft_tokenizer, model, tokenizer)
     runner = make_runner(_base_forward(draft), new_cache(draft.config))
-    if kind == "staged":
-        return StagedDrafter(runner, draft.head, NGram(references=references), sample_draft)
     return DraftModel(runner, draft.head, sample_draft)
+
+
+def references(args: GenerateConfig, tokenizer: Tokenizer) -> list[list[int]]:
+    """The ids of --reference."""
+    if args.reference is None:
+        return []
+    return [tokenizer.encode(read_text(args.reference, "--reference"), False)]
 
 
 def _base_forward(model: Transformer) -> Callable[..., Tensor]:

@@ -53,7 +53,7 @@ from generation.drafting import (
     RejectionSampler,
     build_drafter,
     check_rope_scaling,
-    max_draft_tokens,
+    new_policy,
     pad_drafts,
 )
 from generation.json_schema import parse_grammar
@@ -74,7 +74,7 @@ from paged_kv import (
 )  # fmt: skip
 from serving.row_order import fields_text, group_requests
 from serving.traces import Arrival
-from speculative import FixedK, Goodput, Proposal, DraftRunner, common_prefix_length
+from speculative import Proposal, DraftRunner, common_prefix_length
 
 # --------------------------------------------------------------------------------------------------
 # The engine
@@ -245,8 +245,7 @@ def enable_speculative_decoding(
         args, model, tokenizer, load, verifier.sample_draft, make_runner, cache, new_cache
     )
     engine.verifier = verifier
-    max_drafts = max_draft_tokens(args)
-    engine.speculate_k = Goodput(max_drafts) if args.speculate_k == "auto" else FixedK(max_drafts)
+    engine.speculate_k = new_policy(args, engine.drafter)
 
 
 def jump_forced_tokens(engine: Engine) -> None:
