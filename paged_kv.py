@@ -1756,7 +1756,10 @@ class Engine:
     @property
     def capacity(self) -> int | float:
         """Tokens that a sequence can have, prompt and output."""
-        blocks, max_blocks = len(self.allocator.refs), self.scheduler.max_blocks
+        return self._capacity(len(self.allocator.refs))
+
+    def _capacity(self, blocks: int) -> int | float:
+        max_blocks = self.scheduler.max_blocks
         window_fits = max_blocks is not None and max_blocks <= blocks
         whole = blocks * self.allocator.block_size
         context = getattr(self.model.config, "context", whole)
@@ -1822,8 +1825,7 @@ class Engine:
         _check(whole <= context, f"{asked} exceed the model's context of {context}; reduce one")
         cache, adapter = self.capacity, self._adapter(params)
         if adapter is not None:
-            blocks = len(self.allocator.refs) - adapter.num_blocks
-            cache = min(cache, blocks * self.allocator.block_size)
+            cache = self._capacity(len(self.allocator.refs) - adapter.num_blocks)
             asked += f", with adapter {adapter.name},"
         _check(whole <= cache, f"{asked} exceed the KV cache of {cache} tokens; reduce one")
         most = self.scheduler.max_num_seqs
@@ -2047,8 +2049,8 @@ class Engine:
         if self.adapters is None:
             return self._forward(chunks, bool(drafts))
         rows = [(seq.adapter, len(c.tokens)) for (seq, _), c in zip(plan.run, chunks)]
-        self.adapters.prepare(rows)
         try:
+            self.adapters.prepare(rows)
             return self._forward(chunks, bool(drafts))
         finally:
             self.adapters.prepare([])

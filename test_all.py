@@ -21200,7 +21200,7 @@ def adapters_layer(case, dtype: torch.dtype, kernels) -> tuple:
     pages = torch.zeros(2, 2, 2000, 4, case.head_dim, device=DEVICE, dtype=dtype)
     allocator = P.BlockAllocator(1999, 4)
     random.Random(case.seed).shuffle(allocator.free)
-    pool.bind(SimpleNamespace(pages=[pages]), allocator, n + 3, len(case.ranks) + 1)
+    pool.bind(SimpleNamespace(pages=[pages]), allocator, n, len(case.ranks) + 1)
     each = []
     for i, rank in enumerate(case.ranks):
         some = names[: 1 + i % 3] if i % 2 == 0 else names[i % 3 :]
@@ -21213,12 +21213,12 @@ def adapters_layer(case, dtype: torch.dtype, kernels) -> tuple:
 
 def adapters_outcome(case, dtype: torch.dtype, kernels) -> tuple[list, list]:
     """q, k and v of a step, and in float64. An adapter that is merged is missing in its own rows,
-    and subtracted in others, as if the weights had it."""
+    and subtracted in others, as if the weights had it. Rows of padding follow, and get nothing."""
     pool, attention, each = adapters_layer(case, dtype, kernels)
     rows = [i for i, n in case.segments for _ in range(n)]
     merged = case.merged if case.merged in rows else None
     pool.merging = SimpleNamespace(update=lambda _: None if merged is None else each[merged][0])
-    x = normal(len(rows), case.C, dtype=dtype, rng=seeded(case.seed))
+    x = normal(len(rows) + 5, case.C, dtype=dtype, rng=seeded(case.seed))
     pool.prepare([(None if i < 0 else each[i][0], n) for i, n in case.segments])
     with torch.inference_mode():
         got = attention.linear_fn(x, attention.q_proj, attention.k_proj, attention.v_proj)
@@ -21228,9 +21228,9 @@ def adapters_outcome(case, dtype: torch.dtype, kernels) -> tuple[list, list]:
         key = f"layers.0.attention.{name}"
         none = torch.zeros(1, case.C), torch.zeros(len(y[0]), 1)
         weights = [(*(t.double() for t in w.get(key, none)), a.scale) for a, w in each]
-        own = [-1 if i == merged else i for i in rows]
+        own = [-1 if i == merged else i for i in rows] + 5 * [-1]
         y = AD.lora_reference(x, y, own, weights)
-        rest = [-1 if i == merged or merged is None else merged for i in rows]
+        rest = [-1 if i == merged or merged is None else merged for i in rows] + 5 * [-1]
         want.append(AD.lora_reference(x, y, rest, [(a, b, -scale) for a, b, scale in weights]))
     return [t.cpu() for t in got], want
 
@@ -21343,9 +21343,14 @@ def test_adapters_mixed_batch_equals_merged_models(seed):
     those of each adapter merged into the weights, alone. Blocks are few: adapters are evicted and
     loaded again, sequences preempted, swapped or recomputed, forked and drafted for."""
     r, ranks = random.Random(seed), (4, 64, 8, 32, 16, 4)
-    drafter = (lambda tokens, k: (r.choices(tokens, k=k), None)) if seed % 2 else None
+
+    def drafter(tokens: list[int], k: int) -> tuple[list[int], None]:
+        assert not engine.adapters.batch.segments, "its layers would run with adapters"
+        return r.choices(tokens, k=k), None
+
     options = dict(num_blocks=32, block_size=16, max_num_batched_tokens=24, max_num_seqs=6)
-    options |= dict(prefix_cache=seed != 3, kv_swap=seed in (1, 2), drafter=drafter)
+    options |= dict(prefix_cache=seed != 3, kv_swap=seed in (1, 2))
+    options |= dict(drafter=drafter if seed % 2 else None)
     model = random_model(tiny())
     engine, expected = adapter_engine(model, ranks, seed=seed, **options)
     prompts = [random_tokens(model.config, r.randint(1, 60), seed=i).tolist() for i in range(9)]
@@ -21451,6 +21456,24 @@ def test_adapters_on_quantized_linears_and_kv():
         off = abs(output.logprobs[0][0] - want[output.token_ids[0]].item())
         assert off < (0.05 if options else 1e-4)
         adapters_check(engine)
+
+
+@pytest.mark.parametrize("windows", [(7, 7, 7), (7, None, 7)])
+def test_adapters_of_layers_with_windows(windows):
+    """Rings of blocks leave an adapter's alone: tokens are those of the merged model, also of a
+    request that fits beside the adapter only because its blocks are reused."""
+    model = random_model(tiny(windows=windows, family="sheaf"))
+    sizes = dict(block_size=8, max_num_batched_tokens=8, max_num_seqs=2, prefix_cache=False)
+    engine, expected = adapter_engine(model, (4,), num_blocks=60, **sizes)
+    num_blocks = engine.adapters.get("a0").num_blocks + 8
+    num_blocks += 8 * (None in windows)  # a layer without a window keeps all
+    engine, expected = adapter_engine(model, (4,), num_blocks=num_blocks, **sizes)
+    ids = random_tokens(model.config, 60).tolist()
+    outputs = engine.generate([ids, ids[:9]], greedy(30, adapter="a0", ignore_eos=True))
+    for output, prompt in zip(outputs, (ids, ids[:9])):
+        want = greedy_tokens(expected["a0"], torch.tensor([prompt]), 30)
+        assert output.error is None and output.token_ids == want
+    adapters_check(engine)
 
 
 def test_adapters_waiting_requests_prefetch():
@@ -21619,6 +21642,23 @@ def test_adapters_batch_of_generate(tmp_path):
     assert done.code == 2 and "error: --adapters a=" in done.err.splitlines()[-1]
 
 
+async def cancelled_run(engine: ASYNC.AsyncEngine) -> list:
+    """What a call has done that is cancelled before the engine's thread reaches it, and whatever
+    that thread reports."""
+    done, busy = [], threading.Event()
+    errors, engine._fail = [], lambda why: errors.append(why)
+    first = asyncio.ensure_future(engine.run(busy.wait))
+    call = asyncio.ensure_future(engine.run(partial(done.append, "run")))
+    await asyncio.sleep(0.01)
+    call.cancel()
+    await asyncio.sleep(0.01)
+    busy.set()
+    await first
+    await engine.run(lambda: None)
+    del engine._fail
+    return done + errors
+
+
 def test_adapters_over_http(tmp_path):
     """Each adapter is a model: listed, called by name, loaded and unloaded while another request
     runs; a bad one is a 400 or 404 that harms nobody. Without a key only this machine may."""
@@ -21662,6 +21702,9 @@ def test_adapters_over_http(tmp_path):
         assert post("/v1/unload_lora_adapter", {"lora_name": "b"}).status_code == 404
         assert post("/v1/unload_lora_adapter", {"lora_name": "a"}).status_code == 200
         assert post("/v1/completions", ask | {"model": "a"}).status_code == 404
+        assert not asyncio.run_coroutine_threadsafe(cancelled_run(server.engine),
+                                                    server.engine.loop).result()
+        assert post("/v1/completions", ask).status_code == 200
         host = SimpleNamespace(host="10.0.0.1")
         with pytest.raises(OA.APIError, match="from this machine"):
             asyncio.run(server._adapter_fields(SimpleNamespace(client=host), "lora_name"))

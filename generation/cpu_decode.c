@@ -3,8 +3,8 @@
    One team of threads runs the whole step. A barrier, or the end of an `omp for`, stands between
    parts that read what other threads wrote: q, k, v | rope of k, write to the cache | attention |
    output projection | gate and up | down. Norms and the rounding of a matmul's input are cheap:
-   every thread does them for itself, which saves a barrier. The residual stream, norms and
-   attention are fp32. */
+   every thread does them for itself, which saves a barrier. Adapters add none: a part's matmul lies
+   between their two phases. The residual stream, norms and attention are fp32. */
 
 typedef struct {
     const uint16_t *attention_norm, *mlp_norm, *q_norm, *k_norm; /* the last two (D,) or NULL */
@@ -32,6 +32,7 @@ typedef struct { /* a step of R tokens: its input, and what its threads share */
     float *q, *k, *v, *attended, *hidden;     /* (R, Q), (R, KV), (R, KV), (R, Q), (R, F) */
     const Adapters *adapters;
     float *low;                               /* (3, adapters->size) */
+    int64_t *arrived;                         /* threads that have written their part of low */
 } Step;
 
 typedef struct { /* thread t of T, and its own buffers */
@@ -42,6 +43,7 @@ typedef struct { /* thread t of T, and its own buffers */
     int64_t *at;                              /* (longest,): where the keys are */
     int64_t longest;                          /* most keys of a token, in whole registers */
     uint16_t *buffer;                         /* (RANKS, widest), of adapters */
+    int64_t arrivals;                         /* so many make low whole */
 } Thread;
 
 static void rms_norm(const float *x, const uint16_t *weight, float eps, int64_t C, float *y) {
@@ -87,7 +89,8 @@ static void offsets(const Layer *l, int64_t r, int64_t first, int64_t S, int64_t
     }
 }
 
-enum { AHEAD = 64 }; /* keys and values to prefetch */
+enum { AHEAD = 64 };   /* keys and values to prefetch */
+enum { SPINS = 2000 }; /* of a thread that waits, before it lets others have its core */
 
 /* scores (group, stride): q (group, D) times S keys. */
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
@@ -189,24 +192,38 @@ static void attend(
         weighted_sum(scores + g * longest, longest, v, at, S, D, out + g * D, 1);
 }
 
-/* y[i] (R, F[i]) += the adapters' part for `count` linears of a layer with input x (R, C), the
-   targets from `target` on: this thread's columns. Threads meet in between. */
-static void add_adapters_to(
+/* Round x (R, C), the input of `count` linears of a layer, targets from `target` on, for a matmul
+   of this format. Before that low = A x, this thread's ranks: the others', which expand_adapters
+   needs, are in most cases there when the matmul is done. */
+static Group shrink_adapters(
     const Model *m, int64_t layer, int64_t target, int64_t count, const Step *s, Thread *own,
-    const float *x, int64_t C, float **y, const int64_t *F, int64_t format
+    const float *x, int64_t C, int64_t format
 ) {
-    if (s->adapters->n == 0) return;
     const Layer *l = m->layers + layer;
     const Group group = {
         l->k_cache, 2 * m->Hkv, l->head_stride, l->block_stride, layer, target, count
     };
+    const int64_t n = s->adapters->n;
+    round_rows(&own->in, x, s->R, C, n ? BF16 : format);
+    if (n) {
+        shrink(s->adapters, &group, &own->in, C, s->low, own->buffer, own->t, own->T);
+        __atomic_fetch_add(s->arrived, 1, __ATOMIC_RELEASE);
+        own->arrivals += own->T;
+    }
+    if (n && format != BF16) round_rows(&own->in, x, s->R, C, format);
+    return group;
+}
+
+/* y[i] (R, F[i]) += B low for the linears of a group: this thread's columns. */
+static void expand_adapters(
+    const Group *group, const Step *s, const Thread *own, float **y, const int64_t *F
+) {
     const int64_t t = own->t, T = own->T;
-    if (format != BF16) round_rows(&own->in, x, s->R, C, BF16);
-    shrink(s->adapters, &group, &own->in, C, s->low, own->buffer, t, T);
-    #pragma omp barrier
-    for (int64_t i = 0; i < count; i++) {
+    for (int64_t n = 0; __atomic_load_n(s->arrived, __ATOMIC_ACQUIRE) < own->arrivals; n++)
+        if (n >= SPINS) sched_yield();
+    for (int64_t i = 0; i < group->count; i++) {
         const int64_t f[] = {SHARE(F[i])};
-        expand(s->adapters, &group, i, s->low, y[i], NULL, NULL, F[i], f[0], f[1]);
+        expand(s->adapters, group, i, s->low, y[i], NULL, NULL, F[i], f[0], f[1]);
     }
 }
 
@@ -217,13 +234,13 @@ static void attention_block(const Model *m, int64_t i, const Step *s, Thread *ow
     const int64_t t = own->t, T = own->T, group = m->Hq / m->Hkv;
     for (int64_t r = 0; r < R; r++)
         rms_norm(s->x + r * C, l->attention_norm, m->eps, C, own->normed + r * C);
-    round_rows(&own->in, own->normed, R, C, l->q.format);
+    const Group inputs = shrink_adapters(m, i, 0, 3, s, own, own->normed, C, l->q.format);
     matmul(&l->q, &own->in, R, s->q, Q, 0, SHARE(Q));
     matmul(&l->k, &own->in, R, s->k, KV, 0, SHARE(KV));
     matmul(&l->v, &own->in, R, s->v, KV, 0, SHARE(KV));
     float *qkv[] = {s->q, s->k, s->v};
     const int64_t sizes[] = {Q, KV, KV};
-    add_adapters_to(m, i, 0, 3, s, own, own->normed, C, qkv, sizes, l->q.format);
+    expand_adapters(&inputs, s, own, qkv, sizes);
     #pragma omp barrier
     #pragma omp for schedule(static)
     for (int64_t task = 0; task < R * m->Hkv; task++) {
@@ -244,9 +261,9 @@ static void attention_block(const Model *m, int64_t i, const Step *s, Thread *ow
             rope(m, l->q_norm, s->cos + r * n, s->sin + r * n, s->q + at + g * D);
         attend(m, l, s->q + at, h, r, s->positions[r], own, s->attended + at);
     }
-    round_rows(&own->in, s->attended, R, Q, l->o.format);
+    const Group output = shrink_adapters(m, i, 3, 1, s, own, s->attended, Q, l->o.format);
     matmul(&l->o, &own->in, R, s->x, C, 1, SHARE(C));
-    add_adapters_to(m, i, 3, 1, s, own, s->attended, Q, (float *[]){s->x}, &C, l->o.format);
+    expand_adapters(&output, s, own, (float *[]){s->x}, &C);
     #pragma omp barrier
 }
 
@@ -257,19 +274,19 @@ static void mlp_block(const Model *m, int64_t i, const Step *s, Thread *own) {
     float *hidden = s->hidden;
     for (int64_t r = 0; r < R; r++)
         rms_norm(s->x + r * C, l->mlp_norm, m->eps, C, own->normed + r * C);
-    round_rows(&own->in, own->normed, R, C, l->gate.format);
+    const Group inputs = shrink_adapters(m, i, 4, 2, s, own, own->normed, C, l->gate.format);
     matmul(&l->gate, &own->in, R, hidden, F, 0, f[0], f[1]);
     matmul(&l->up, &own->in, R, own->up, F, 0, f[0], f[1]);
     float *gate_up[] = {hidden, own->up};
     const int64_t sizes[] = {F, F};
-    add_adapters_to(m, i, 4, 2, s, own, own->normed, C, gate_up, sizes, l->gate.format);
+    expand_adapters(&inputs, s, own, gate_up, sizes);
     for (int64_t r = 0; r < R; r++)
         for (int64_t k = r * F + f[0]; k < r * F + f[1]; k++)
             hidden[k] *= own->up[k] / (1 + exponential(-hidden[k]));
     #pragma omp barrier
-    round_rows(&own->in, hidden, R, F, l->down.format);
+    const Group output = shrink_adapters(m, i, 6, 1, s, own, hidden, F, l->down.format);
     matmul(&l->down, &own->in, R, s->x, C, 1, SHARE(C));
-    add_adapters_to(m, i, 6, 1, s, own, hidden, F, (float *[]){s->x}, &C, l->down.format);
+    expand_adapters(&output, s, own, (float *[]){s->x}, &C);
     #pragma omp barrier
 }
 
@@ -287,8 +304,9 @@ void decode(
     const int64_t size = R * (2 * Q + 2 * KV + F) + 3 * adapters->size;
     float *q = malloc(size * sizeof(float)), *k = q + R * Q, *v = k + R * KV;
     float *attended = v + R * KV, *hidden = attended + R * Q, *low = hidden + R * F;
+    int64_t arrived = 0;
     const Step step = {
-        R, cos, sin, positions, x, q, k, v, attended, hidden, adapters, low
+        R, cos, sin, positions, x, q, k, v, attended, hidden, adapters, low, &arrived
     };
     #pragma omp parallel
     {
@@ -297,7 +315,7 @@ void decode(
         int64_t *at = malloc(longest * sizeof(int64_t));
         const int64_t t = omp_get_thread_num(), T = omp_get_num_threads();
         uint16_t *buffer = malloc(RANKS * widest * sizeof(uint16_t));
-        Thread own = {t, T, new_rows(R, widest), normed, up, scores, at, longest, buffer};
+        Thread own = {t, T, new_rows(R, widest), normed, up, scores, at, longest, buffer, 0};
         for (int64_t i = 0; i < m->L; i++) {
             attention_block(m, i, &step, &own);
             mlp_block(m, i, &step, &own);

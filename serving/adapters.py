@@ -24,8 +24,9 @@ Cost: 2 rank (C + F) operations per row and linear layer, 1% of the layer's at r
 the weights of all active adapters in every step. Rank 16 in all seven linears of TinyLlama takes
 the KV of 1120 tokens. When it loses: one adapter for all requests (merge it: generate.py
 --adapter); more active adapters than blocks, which are then loaded in turn. A cold adapter is
-copied from host memory, tens of MB, ahead of the step on a stream of its own; computing its prefill
-on the host meanwhile (CaraServe, arXiv:2401.11240) is left out: on a CPU host and device are one.
+copied from host memory, tens of MB, and the step waits for that unless it was prefetched; computing
+its prefill on the host meanwhile (CaraServe, arXiv:2401.11240) is left out: on a CPU host and
+device are one.
 
 Hooks: the Linear swap (`AdapterPool(model)` wraps each target, quantized or not, in an
 AdapterLinear), `linear_fn` of modules that apply several linears to one input, and Engine(adapters=
@@ -346,7 +347,8 @@ if triton is not None:
 def triton_kernels(batch: Batch, x: Tensor, ys: list[Tensor], first: AdapterLinear) -> None:
     """Batch.add by the kernels above: x (N, C), ys (N, F) each, in place."""
     pages, t = batch.pages[first.layer], batch.tables
-    (N, C), (parts, _, chunk) = x.shape, pages.shape
+    C, (parts, _, chunk) = x.shape[1], pages.shape
+    N = min(len(x), t.rows.shape[1])  # without the padding of static shapes
     m, r = (1, 16) if N <= DECODE_ROWS else (32, 32)
     low = torch.empty(len(ys), N, MAX_RANK, dtype=torch.float32, device=x.device)
     offsets = t.offsets[:, first.layer, first.target :]

@@ -193,6 +193,8 @@ class AsyncEngine:
         done: Future[Any] = Future()
 
         def command() -> None:
+            if not done.set_running_or_notify_cancel():
+                return
             try:
                 done.set_result(function())
             except Exception as e:

@@ -401,6 +401,8 @@ def served_model(args: GenerateConfig, tokenizer: Tokenizer, capacity: int, voca
     template = None if args.dummy else load_chat_template(args.checkpoint)
     longest = max(map(len, map(tokenizer.id_to_token, range(tokenizer.vocab_size))))
     names = [name for name, _ in args.adapters or ()]
+    if name in names:
+        raise ValueError(f"--adapters {name}: this is the model's own name; give another one")
     return Model(name, tokenizer, template, capacity, vocab_size, capacity * longest, names)
 
 
