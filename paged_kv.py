@@ -1695,7 +1695,8 @@ class Engine:
         step, tokens being all that the step ran, and optionally forget.
         verifier(logits (M, V), sequences, drafts) -> new tokens of each sequence: the accepted
         drafts and one more, -1 if none can be sampled. A sequence with d drafts has d + 1 rows.
-        adapters: serving/adapters.py's AdapterPool, whose adapters requests can name."""
+        adapters: serving/adapters.py's AdapterPool, whose adapters requests can name; or an object
+        like it, optionally with head(hidden (R, C), adapter of each) -> logits (R, V)."""
         weight = next(model.parameters())
         rope = getattr(model.config, "rope_scaling", None) or {}
         _check(
@@ -1926,8 +1927,9 @@ class Engine:
                     to_sample[sample] = draft
                     rows += [(i, sample) for i in range(row - 1 - len(draft[0]), row)]
         last = torch.tensor([i for i, _ in rows], dtype=torch.long)
-        logits = self.model.head(hidden[last.to(hidden.device, non_blocking=True)])
-        logprobs = self._logprobs(logits, [seq for _, seq in rows])  # samplers may modify logits
+        owners = [seq for _, seq in rows]
+        logits = self._head(hidden[last.to(hidden.device, non_blocking=True)], owners)
+        logprobs = self._logprobs(logits, owners)  # samplers may modify logits
         runs, first = self._sample_or_verify(logits, to_sample), 0
         now = self.clock()
         for (seq, draft), run in zip(to_sample.items(), runs):
@@ -2095,6 +2097,12 @@ class Engine:
         attend = partial(self.cache.attend, step=step)
         return self.model(step.tokens[None], step.positions[None], attend, return_hidden=True)[0]
 
+    def _head(self, hidden: Tensor, seqs: list[Sequence]) -> Tensor:
+        """Logits (R, V) of hidden states (R, C), a row of each sequence."""
+        if (head := getattr(self.adapters, "head", None)) is not None:
+            return head(hidden, [seq.adapter for seq in seqs])
+        return self.model.head(hidden)
+
     def _padded_shape(self, n: int, r: int, drafted: bool = False) -> tuple[int, int, int]:
         """(N, R, W) for n tokens of r sequences. W is constant, N and R are powers of two: N == R
         if all sequences decode, N == 2 R with drafts and few prompt tokens, else N > R."""
@@ -2123,7 +2131,7 @@ class Engine:
         at = output.prompt_logprobs_from + len(output.prompt_logprobs)  # the next token to score
         rows = hidden[max(0, at - 1 - first) : max(0, seq.n_prompt - 1 - first)]
         for part in rows.split(64) if len(rows) else ():
-            logp = self.model.head(part).float().log_softmax(-1).cpu()
+            logp = self._head(part, [seq] * len(part)).float().log_softmax(-1).cpu()
             best = logp.topk(output.num_prompt_logprobs)
             for row, ids, values in zip(logp, best.indices.tolist(), best.values.tolist()):
                 token, at = output.prompt_ids[at], at + 1

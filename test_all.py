@@ -13,7 +13,7 @@ their own. All models are tiny random ones or the shipped checkpoints.
     files cpu sampling drafting early_exit cascade structured                  generation/
     serving traces policies replica simulate pools row_order length_batching   serving/
     colocation time_sharing variants server unacked lockstep cluster page      serving/
-    adapters                                                                   serving/
+    adapters shared_models                                                     serving/
     programs                                        generation/programs.py, values.py
     calibrate sparse gemm gguf                               quantization/
     data optimizers offload recompute chunked_loss lora token_windows          training/
@@ -168,6 +168,7 @@ from serving import policies as POLICY
 from serving import pools as POOLS
 from serving import replica as RP
 from serving import server as SV
+from serving import shared_models as SHARED
 from serving import time_sharing as TS
 from serving import unacked as UNACKED
 from serving import variant_server as VS
@@ -21716,6 +21717,251 @@ def test_adapters_over_http(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------
+# serving/shared_models.py
+# --------------------------------------------------------------------------------------------------
+
+# config, and the tensors that each fine-tune changes; c changes those of b, and more
+SHARED_MODELS = {
+    "dense": (
+        tiny(family="sheaf", qk_norm=True, qkv_bias=True),
+        dict(a=("layers.0.", "layers.2."), b=("head.", "layers.1.mlp_norm."),
+             c=("head.", "layers.1.mlp_norm.", "layers.2.attention.q_norm.")),
+    ),
+    "tied": (
+        tiny(tie_embeddings=True),
+        dict(a=("embed.",), b=("layers.1.attention.k_proj.", "norm."),
+             c=("layers.1.attention.k_proj.", "norm.", "embed.")),
+    ),
+    "latent": (
+        latent(),
+        dict(a=("layers.1.mlp.router",), b=("layers.2.mlp.w_down", "layers.2.mlp.expert_bias"),
+             c=("layers.2.mlp.w_down", "layers.2.mlp.expert_bias", "layers.0.mlp.down_proj.",
+                "layers.1.mlp.shared.", "layers.0.attention.kv_a_", "mtp.")),
+    ),
+}  # fmt: skip
+
+
+def fine_tune(model: M.Transformer, starts: Sequence[str]) -> M.Transformer:
+    """A copy with other values, the same in every copy, in tensors whose names start like this."""
+    model = copy.deepcopy(model)
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if name.startswith(tuple(starts)):
+            tensor.data += 0.1 * torch.randn(tensor.shape, generator=seeded(0))
+    return model
+
+
+def shared_models(folder: Path, kind: str) -> tuple[SHARED.ModelPool, dict]:
+    """A pool loaded from folders, and the separate models by name, the base as None."""
+    config, tunes = SHARED_MODELS[kind]
+    models = {None: random_model(config)}
+    pool = SHARED.ModelPool(copy.deepcopy(models[None]))
+    for name, starts in tunes.items():
+        models[name] = fine_tune(models[None], starts)
+        HF.save_checkpoint(models[name], folder / name)
+        loaded = HF.load_checkpoint(folder / name, convert_module=pool.share)
+        loaded.tie()
+        pool.add(name, loaded)
+    return pool, models
+
+
+@pytest.mark.parametrize("kind", SHARED_MODELS)
+def test_shared_models_store_each_tensor_once(kind, tmp_path):
+    """The pool's memory is the base and every tensor that differs, once, also where two fine-tunes
+    have it in common; the bytes it reports add up."""
+    pool, models = shared_models(tmp_path, kind)
+    contents, own = [], Counter()
+    named = lambda model: [*model.named_parameters(), *model.named_buffers()]
+    for name, model in models.items():
+        for key, tensor in named(model):
+            if key.startswith("mtp."):
+                continue  # drafters run the base's
+            if not any(k == key and torch.equal(t, tensor) for k, t in contents):
+                contents.append((key, tensor))
+                own[name] += tensor.nbytes
+    kept = {t.data_ptr(): t for key, t in named(pool.model) if not key.startswith("mtp.")}
+    total = lambda t: t.double().sum().item()
+    want = sorted(total(t) for _, t in contents)
+    assert sorted(map(total, kept.values())) == pytest.approx(want)
+    assert sum(t.nbytes for t in kept.values()) == sum(own.values())
+    if kind == "dense":
+        assert len(pool.model.head.others) == 1, "rows of b and c are not one matmul"
+    whole = own[None]
+    for name, added in pool.adapters.items():
+        assert (added.own_bytes, added.shared_bytes) == (own[name], whole - own[name])
+    bits = torch.tensor([math.nan, 0.0]), torch.tensor([math.nan, -0.0])
+    assert SHARED._same_bits(bits[0], bits[0].clone()) and not SHARED._same_bits(*bits)
+
+
+@pytest.mark.parametrize("seed, kind", enumerate([*SHARED_MODELS, "dense"]))
+def test_shared_models_mixed_batch_equals_separate_models(seed, kind, tmp_path):
+    """Requests to the base and three fine-tunes over shared prompts, in few blocks: sequences are
+    preempted, swapped or recomputed, forked and drafted for. Greedy tokens and the
+    log-probabilities of outputs and prompts are those of each model alone."""
+    r, (pool, models) = random.Random(seed), shared_models(tmp_path, kind)
+    drafter = (lambda tokens, k: (r.choices(tokens, k=k), None)) if seed % 2 else None
+    options = dict(num_blocks=32, max_num_batched_tokens=32, max_num_seqs=6, kv_swap=seed > 1)
+    engine = paged_engine(pool.model, adapters=pool, drafter=drafter, **options)
+    config = models[None].config
+    prompts = [random_tokens(config, r.randint(2, 30), seed=i).tolist() for i in range(4)]
+    requests, outputs, mixed, prepare = {}, {}, [], pool.prepare
+    pool.prepare = lambda rows: (mixed.append(len({m for m, _ in rows})), prepare(rows))
+    for _ in range(24):
+        name, ids = r.choice([*models]), r.choice(prompts)
+        params = greedy(r.randint(1, 20), n=r.choice((1, 1, 3)), adapter=name, logprobs=2)
+        id = engine.add(ids, params, priority=r.randint(0, 2), prompt_logprobs=0)
+        requests[id], outputs[id] = (name, ids, params), engine.outputs[id]
+        for _ in range(r.randint(0, 2)):
+            engine.step()
+    while engine.unfinished:
+        engine.step()
+    alone = functools.cache(lambda n, ids: greedy_tokens(models[n], torch.tensor([ids]), 20))
+    for id, (name, ids, params) in requests.items():
+        want = alone(name, tuple(ids))[: params.max_new_tokens]
+        for sample in outputs[id].samples:
+            assert sample.token_ids == want, (name, sample.finish_reason)
+        logp = models[name](torch.tensor([ids]))[0].log_softmax(-1)
+        assert abs(outputs[id].logprobs[0][0] - logp[-1].max().item()) < 1e-4
+        got = [found for found, *_ in outputs[id].prompt_logprobs]
+        close(torch.tensor(got), logp[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0], 1e-4)
+    assert max(mixed) > 2 and engine.stats()["preemptions"] > 0
+    paged_idle(engine)
+
+
+def test_shared_models_share_no_kv(tmp_path):
+    """One prompt with each model, twice: its prefix is computed once per model, though all layers
+    of the first tokens may be the same."""
+    pool, models = shared_models(tmp_path, "dense")
+    engine = paged_engine(pool.model, adapters=pool, num_blocks=120)
+    ids = random_tokens(tiny(), 33).tolist()
+    for round in range(2):
+        for name in models:
+            hits = engine.scheduler.n_hit_tokens
+            engine.generate([ids], greedy(2, adapter=name))
+            assert engine.scheduler.n_hit_tokens - hits == 32 * round
+    with pytest.raises(ValueError, match="model 'd' is not loaded; loaded: a, b, c"):
+        engine.add(ids, greedy(1, adapter="d"))
+
+
+def test_shared_models_attention_tensors_must_be_the_same(tmp_path):
+    """Tensors that one attention uses for all rows at once: MLA's kv_b_proj, and its own ones."""
+    for i, (config, differs) in enumerate((
+        (latent(), "layers.1.attention.kv_b_proj.weight"),
+        (tiny(family="sheaf", qk_cosine=True), "layers.2.attention.temperature"),
+    )):  # fmt: skip
+        model = random_model(config)
+        HF.save_checkpoint(fine_tune(model, (differs,)), tmp_path / str(i))
+        pool = SHARED.ModelPool(model)
+        with pytest.raises(ValueError, match=f"{re.escape(differs)} differs from the base's"):
+            HF.load_checkpoint(tmp_path / str(i), convert_module=pool.share)
+
+
+def small_fine_tune(path: Path, *starts: str, **changes) -> Path:
+    """A fine-tune of checkpoints/small with its tokenizer, and changes of its config.json."""
+    model = HF.load_checkpoint(GCONF.SHIPPED)
+    HF.save_checkpoint(fine_tune(model, starts), path)
+    shutil.copy(GCONF.SHIPPED / "tokenizer.model", path)
+    config = json.loads((path / "config.json").read_text()) | changes
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_shared_models_batch_of_generate(dtype, tmp_path):
+    """--batch with --models: the field adapter names a model; tokens are those of --checkpoint. At
+    start the bytes are printed. In bf16 the layers that all share are fused."""
+    starts = dict(a=("layers.1.", "layers.4."), b=("embed.", "norm."))
+    folders = {name: small_fine_tune(tmp_path / name, *x) for name, x in starts.items()}
+    names = ("a", "b", "c", None) if dtype == "fp32" else ("a", "a", "b")
+    ask = {"prompt": "def f(", "max_new_tokens": 6, "temperature": 0}
+    lines = [ask | ({} if name is None else {"adapter": name}) for name in names]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    flags, out = ["--dtype", dtype, "--device", "cpu"], tmp_path / "out.jsonl"
+    each = ",".join(f"{name}={folder}" for name, folder in folders.items())
+    done = run_generate("--batch", tmp_path / "in.jsonl", "--out", out, "--models", each, *flags)
+    assert done.code == 0, done.err
+    for name in folders:
+        (line,) = [x for x in done.err.splitlines() if x.startswith(f"model {name}: ")]
+        got = [*map(float, re.findall(r"([\d.]+) MB", line))]
+        sizes = {n: p.nbytes / 1e6 for n, p in http_small(dtype)[0].named_parameters()}
+        own = sum(size for n, size in sizes.items() if n.startswith(starts[name]))
+        assert got == pytest.approx([own, sum(sizes.values()) - own], abs=0.06)
+    results = {r["line"]: r for r in map(json.loads, open(out))}
+    alone = {}
+    for line, name in enumerate(names, 1):
+        if name == "c":
+            assert "model 'c' is not loaded; loaded: a, b" in results[line]["error"]
+            continue
+        more = [] if name is None else ["--checkpoint", folders[name]]
+        more += ["--temperature", 0, "--max-new-tokens", 6, "--json"]
+        alone[name] = json.loads(run_generate("def f(", *flags, *more).out)["tokens"]
+        assert results[line]["tokens"] == alone[name]
+    assert alone["a"] != alone["b"]
+
+
+def test_shared_models_over_http(monkeypatch, tmp_path):
+    """--serve with --models: each is a model of the API; none can be loaded at run time."""
+    folder, calls = small_fine_tune(tmp_path / "a", "layers.3."), []
+
+    def record(args, make_engine, model, listener, device, pool):
+        listener.close()
+        calls.append((model, make_engine.args[0], pool))
+
+    monkeypatch.setattr(SRUN, "serve_engine", record)
+    flags = ["--serve", "0", "--dtype", "fp32", "--device", "cpu", "--models", f"a={folder}"]
+    done = run_generate(*flags)
+    assert done.code == 0, done.err
+    ((model, service, pool),) = calls
+    assert pool is None and [*model.adapters] == ["a"]
+    expected = HF.load_checkpoint(folder, dtype=torch.float32)
+    ids = model.tokenizer.encode("def f(", True)
+    for name, net in (("a", expected), ("small", http_small()[0])):
+        call = OA.parse_completion({"model": name, "prompt": "def f(", "temperature": 0}, model)
+        (request,) = call.requests
+        service.engine.output_callback = None  # tokens, no text
+        with torch.inference_mode():
+            (output,) = service.engine.generate([request.ids], request.params)
+            assert output.token_ids == greedy_tokens(net, torch.tensor([ids]), 16)
+
+
+def bad_shared_models(folder: Path) -> Iterator[tuple[str, Path, str]]:
+    """Name, folder, and words of the one line that refuses it."""
+    make = small_fine_tune
+    yield "a", folder / "none", "none/config.json: No such file"
+    yield "a", REPO / "README.md", "README.md"
+    yield "a", REPO / "checkpoints/moe", "but"
+    yield "a", make(folder / "rope", rope_theta=5e5), "rope_theta is 500000.0, but 10000.0"
+    yield "a", make(folder / "eos", eos_token_id=[2, 3]), "eos_ids is (2, 3)"
+    (make(folder / "eos2") / "generation_config.json").write_text('{"eos_token_id": 7}')
+    yield "a", folder / "eos2", "eos_ids is "
+    other = make(folder / "tokens")
+    (other / "tokenizer.model").unlink()
+    yield "a", other, "holds neither tokenizer.json"
+    quantize_save(Q.quantize_(HF.load_checkpoint(GCONF.SHIPPED), "int8"), folder / "int8", "int8")
+    yield "a", folder / "int8", "it is quantized"
+    (make(folder / "cut") / "model.safetensors").write_bytes(b"\0" * 99)
+    yield "a", folder / "cut", "cannot be read"
+    good = make(folder / "good", "layers.0.")
+    yield "small", good, "the name is that of --checkpoint"
+    for name in ("../a", "a/b", ".a", "a b", "x" * 200):
+        yield name, good, "a name has letters"
+    yield f"a={good},a", good, "model 'a' is given twice"
+
+
+def test_shared_models_bad_folders_are_refused(tmp_path):
+    """Another architecture, tokenizer, EOS, quantized, damaged or missing: one line that names the
+    flag, the model and what differs."""
+    args = G.parse_args(["--serve", "0", "--device", "cpu", "--models", "a=b"])
+    with torch.inference_mode():
+        for name, folder, words in bad_shared_models(tmp_path):
+            flag = GCONF.parse_folders("--models", f"{name}={folder}")
+            args.models, (model, tokenizer) = flag, LOAD.load(args, torch.device("cpu"))
+            with pytest.raises(ValueError, match=re.escape(words)) as e:
+                SRUN.load_models(args, model, tokenizer)
+            text = str(e.value)
+            assert text.startswith(f"--models {flag[-1][0]}=") and "\n" not in text, text
+
+
+# --------------------------------------------------------------------------------------------------
 # alignment.py
 # --------------------------------------------------------------------------------------------------
 
@@ -27109,6 +27355,8 @@ x --ep --set expert_spread=overlap          | --set expert_spread requires num_r
 --tp 2                                      | --tp 2 torchrun --nproc-per-node 2
 --n 2 --set shard_batch=true                | --set shard_batch requires --tp
 --pp 2                                      | --pp 2 processes, not 1 --nproc-per-node 2
+x --models a=b                              | --models requires --batch --serve
+--batch f --models a                        | --models NAME=DIR 'a'
 x --cascade-threshold 0.5                   | --cascade-threshold requires --cascade
 x --cascade /dev/null/x --cascade-threshold 0 | --cascade /dev/null/x folder
 x --cascade checkpoints/draft               | --cascade checkpoints/draft requires --cascade-threshold
@@ -27159,6 +27407,7 @@ GENERATE_EXCLUDES = """
 --regex a   | --json-schema=f --ignore-eos --bench --interactive --compile --dummy=small --ep --pp=2
 --json-schema f                   | --bench-serving --perplexity=f --compile
 --cascade f       | --interactive --n=2 --tp=2 --batch=f --bench
+--models a=f --batch f | --adapters=b=f --tp=2 --compile --finetune=f --quantize=int8 --dummy=small
 --early-exit 6:3 | --interactive --compile --speculate=ngram --regex=a --tp=2 --batch=f --serve
 """
 

@@ -199,6 +199,10 @@ class GenerateConfig(Settings):
         None, "LoRA adapters in PEFT's format that requests of --batch (field adapter) and --serve "
         "(field model) can name; --serve loads and unloads more at run time; '' has none at first",
         metavar="NAME=DIR,...")
+    models: str | None = flag(
+        None, "full fine-tunes of --checkpoint, which requests name like --adapters: tensors that "
+        "are equal are stored once, batches are mixed (serving/shared_models.py); with the chat "
+        "template of --checkpoint", metavar="NAME=DIR,...")
     reorder: bool = flag(
         False, "reorder the requests of --batch, and the fields of each, so that more prefixes are "
         "cached, and compute equal requests once; reads the whole file first")
@@ -294,7 +298,7 @@ REQUIRES = [
     ("reference", "speculate=ngram|staged"),
     ("forced_acceptance", "speculate=ngram|draft|exit|mtp|head"),
     ("forced_acceptance", "bench bench_serving"),
-    ("adapters", "batch serve"), ("merge_adapters", "adapters"),
+    ("adapters", "batch serve"), ("merge_adapters", "adapters"), ("models", "batch serve"),
     *((name, "batch bench_serving serve program") for name in (
         "kv_blocks", "block_size", "max_num_batched_tokens", "max_num_seqs", "kv_cache_dtype",
         "prefix_cache", "policy", "continuous", "kv_swap")),
@@ -350,6 +354,8 @@ EXCLUDES = [
     ("adapters", "adapter compile offload tp pp ep kv_cache_dtype=fp8 cascade",
      "its layers have weights in the KV cache of one device"),
     ("merge_adapters", "quantize", "adapters are merged into 16-bit weights"),
+    ("models", "adapter adapters quantize compile offload dummy tp pp ep cascade finetune",
+     "they share the 16-bit weights of --checkpoint on one device"),
     ("prompt_tokens", "prompt chat", "the prompt is random"),
     ("draft_ahead", "compile batch bench_serving serve program",
      "it continues the drafts of one prompt, uncompiled"),
@@ -404,7 +410,9 @@ def parse_args(argv: list[str]) -> GenerateConfig:
     args.slo = parse_slo(args.slo)
     args.early_exit, args.exit_ramps = parse_exits(args)
     if args.adapters is not None:
-        args.adapters = parse_adapters(args.adapters)
+        args.adapters = parse_folders("--adapters", args.adapters)
+    if args.models is not None:
+        args.models = parse_folders("--models", args.models)
     try:
         make_policy(args.policy)
     except ValueError as e:
@@ -473,12 +481,12 @@ def parse_exits(args: GenerateConfig) -> tuple[tuple[int, int] | float | None, l
     return share, [*map(int, ramps)]
 
 
-def parse_adapters(text: str) -> list[tuple[str, Path]]:
+def parse_folders(flag: str, text: str) -> list[tuple[str, Path]]:
     """NAME=DIR,...; ValueError names the flag."""
     pairs = [entry.partition("=") for entry in filter(None, text.split(","))]
     for name, _, folder in pairs:
         if not name or not folder:
-            raise ValueError(f"--adapters must be NAME=DIR,..., not {text!r}")
+            raise ValueError(f"{flag} must be NAME=DIR,..., not {text!r}")
     return [(name, Path(folder)) for name, _, folder in pairs]
 
 

@@ -18,9 +18,9 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
-from itertools import count
+from itertools import count, groupby
 from pathlib import Path
 from typing import Any
 
@@ -30,22 +30,25 @@ import torch.distributed as dist
 from generation.bench import device_name
 from generation.config import GenerateConfig
 from generation.cpu import load_kernels
-from generation.cpu_decode import add_adapters, install_
-from generation.load import is_quantized, load, load_draft, moe_layers, pick_device
+from generation.cpu_decode import FusedLayers, add_adapters, install_
+from generation.load import (
+    is_quantized, load, load_draft, moe_layers, optimize_for_inference_, pick_device,
+)  # fmt: skip
 from generation.prompt import prompt_text
 from generation.ranks import (
     Rank0Policy, all_reduce_min, broadcast_object, rank0_then_broadcast, run_on_all_or_raise,
 )  # fmt: skip
 from huggingface.chat_template import load_chat_template
-from huggingface.tokenizer import Tokenizer, eos_ids
-from huggingface.weights import hf_modules, read_config
+from huggingface.tokenizer import Tokenizer, eos_ids, load_tokenizer
+from huggingface.weights import hf_modules, load_checkpoint, read_config
 from model import CONFIGS, ModelConfig, Transformer
 from serving import batch as serving_batch
-from serving.adapters import Adapter, AdapterPool
+from serving.adapters import NAME, Adapter, AdapterPool
 from serving.disaggregated import Placement, Worker, placements, search
 from serving.lockstep import follow, on_rank0
 from serving.merging import Merging
 from serving.policies import make_policy
+from serving.shared_models import ModelPool, ModulePerRow
 from serving.traces import FRESH, Arrival, generate
 from training.lora import read_adapters
 
@@ -72,8 +75,9 @@ def engine_options(args: GenerateConfig, model: Transformer) -> dict[str, Any]:
     draft_layers = draft_cache_layers(args, model.config)
     num_blocks = serving_batch.num_available_blocks(model, *sizes, draft_layers)
     num_blocks = all_reduce_min(num_blocks)
-    if args.mesh is not None or args.offload:
-        options["static"] = False  # collectives and streamed layers are not captured in CUDA graphs
+    if args.mesh is not None or args.offload or args.models is not None:
+        # collectives, streamed layers and modules per row are not captured in CUDA graphs
+        options["static"] = False
         if args.compile:
             raise ValueError("--compile: the engine's steps are not compiled with --tp; remove it")
     return options | {"num_blocks": args.kv_blocks or num_blocks}
@@ -112,7 +116,8 @@ def build_service(args: GenerateConfig) -> serving_batch.Service:
     with torch.inference_mode(args.finetune is None):  # such weights cannot be used in autograd
         model, tokenizer = run_on_all_or_raise(partial(load, args, device))
         eos = () if args.dummy else eos_ids(args.checkpoint, model.config.eos_ids)
-        options = engine_options(args, model)
+        pool = None if args.models is None else load_models(args, model, tokenizer)
+        options = engine_options(args, model) | dict(adapters=pool)
         if args.adapters is not None:
             options["adapters"] = make_pool(model, args.merge_adapters)
         service = serving_batch.Service(model, tokenizer, eos, **options)
@@ -150,6 +155,58 @@ def register_adapter(pool: AdapterPool, name: str, folder: str | os.PathLike) ->
         pool.register(read_adapter(pool, name, folder))
     except ValueError as e:
         raise ValueError(f"--adapters {name}={folder}: {e}") from None
+
+
+def load_models(args: GenerateConfig, model: Transformer, tokenizer: Tokenizer) -> ModelPool:
+    """The ModelPool of --models. ValueError names the model and its folder."""
+    if any(hasattr(module, "qweight") for module in model.modules()):
+        raise ValueError(f"--models: {args.checkpoint} is quantized; give the 16-bit checkpoint")
+    groups, pool, weight = model.layer_groups, ModelPool(model), model.embed.weight
+    for name, folder in args.models:
+        try:
+            check_fine_tune(args, name, folder, tokenizer)
+            options = dict(convert_module=pool.share)
+            new = load_checkpoint(folder, weight.device, weight.dtype, **options)
+            new.tie()
+            added = pool.add(name, optimize_for_inference_(args, new))
+        except ValueError as e:
+            raise ValueError(f"--models {name}={folder}: {e}") from None
+        own, shared = (f"{n / 1e6:.1f} MB" for n in (added.own_bytes, added.shared_bytes))
+        print(f"model {name}: {own} of weights stored, {shared} shared", file=sys.stderr)
+    if groups is not None and model.layer_groups is None:
+        fuse_shared_layers_(model)
+    return pool
+
+
+def check_fine_tune(args: GenerateConfig, name: str, folder: Path, tokenizer: Tokenizer) -> None:
+    """ValueError if requests to a model cannot be in the batches of --checkpoint."""
+    if not NAME.fullmatch(name):
+        raise ValueError("a name has letters, digits, '.', '_', '-'")
+    if name == args.checkpoint.resolve().stem:
+        raise ValueError("the name is that of --checkpoint; use another")
+    if is_quantized(folder):
+        raise ValueError("it is quantized; give the 16-bit checkpoint")
+    base, config = (read_config(path / "config.json") for path in (args.checkpoint, folder))
+    config = replace(config, eos_ids=eos_ids(folder, config.eos_ids))
+    base = replace(base, eos_ids=eos_ids(args.checkpoint, base.eos_ids))
+    for field in fields(base):
+        ours, theirs = (getattr(c, field.name) for c in (base, config))
+        if ours != theirs:
+            raise ValueError(
+                f"{field.name} is {theirs}, but {ours} in {args.checkpoint}; --models are "
+                "fine-tunes of --checkpoint"
+            )
+    tokens = lambda t: [*map(t.id_to_token, range(t.vocab_size))]
+    if tokens(load_tokenizer(folder)) != tokens(tokenizer):
+        raise ValueError(f"its tokenizer has other tokens than that of {args.checkpoint}")
+
+
+def fuse_shared_layers_(model: Transformer) -> None:
+    """Let FusedLayers run the layers that all models of a pool share."""
+    differ = lambda layer: any(isinstance(module, ModulePerRow) for module in layer.modules())
+    model.layer_groups = []
+    for different, layers in groupby(model.layers, differ):
+        model.layer_groups += layers if different else [FusedLayers([*layers])]
 
 
 def batch_files(args: GenerateConfig) -> tuple[Path, dict]:
@@ -348,6 +405,7 @@ def serve(args: GenerateConfig) -> None:
     device = device_name(service.engine.model.embed.weight.device, args.mesh)
     pool = service.engine.adapters
     model.adapters = () if pool is None else pool.adapters
+    pool = pool if args.models is None else None
     with saved_adapters(service):
         serve_engine(args, make_engine, model, listener, device, pool)
     broadcast_object(None)  # to `follow`
@@ -400,9 +458,10 @@ def served_model(args: GenerateConfig, tokenizer: Tokenizer, capacity: int, voca
     name = Path(args.dummy or args.checkpoint).resolve().stem
     template = None if args.dummy else load_chat_template(args.checkpoint)
     longest = max(map(len, map(tokenizer.id_to_token, range(tokenizer.vocab_size))))
-    names = [name for name, _ in args.adapters or ()]
+    names = [name for name, _ in args.adapters or args.models or ()]
     if name in names:
-        raise ValueError(f"--adapters {name}: this is the model's own name; give another one")
+        flag = "adapters" if args.adapters else "models"
+        raise ValueError(f"--{flag} {name}: this is the model's own name; give another one")
     return Model(name, tokenizer, template, capacity, vocab_size, capacity * longest, names)
 
 
