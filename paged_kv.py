@@ -113,7 +113,7 @@ class SamplingParams:
     n: int = 1  # samples, which share the prompt's KV
     logprobs: int | None = None  # return each token's log-probability, and the top n
     grammar: Any = None  # generation/structured.py's Grammar, or a pattern for serving/batch.py
-    adapter: str | None = None  # name of a LoRA adapter of Engine(adapters=...)
+    adapter: str | None = None  # name of one of Engine(adapters=...)
 
     def __post_init__(self):
         for name, (kind, good, wanted) in FIELDS.items():
@@ -250,7 +250,7 @@ class Sequence:
     running: bool = False
     swapped_kv: SwappedKV | None = None
     listener: Any = None
-    adapter: Any = None  # serving/adapters.py's Adapter
+    adapter: Any = None  # serving/adapters.py's Adapter, or shared_models.py's SharedModel
     adapter_blocks: list[int] = field(default_factory=list)  # with its weights, while it runs
 
     @property
@@ -1695,8 +1695,8 @@ class Engine:
         step, tokens being all that the step ran, and optionally forget.
         verifier(logits (M, V), sequences, drafts) -> new tokens of each sequence: the accepted
         drafts and one more, -1 if none can be sampled. A sequence with d drafts has d + 1 rows.
-        adapters: serving/adapters.py's AdapterPool, whose adapters requests can name; or an object
-        like it, optionally with head(hidden (R, C), adapter of each) -> logits (R, V)."""
+        adapters: serving/adapters.py's AdapterPool, whose adapters requests can name, or
+        serving/shared_models.py's ModelPool, which has head(hidden (R, C), models) -> logits."""
         weight = next(model.parameters())
         rope = getattr(model.config, "rope_scaling", None) or {}
         _check(

@@ -77,7 +77,7 @@ class Model:
     context: int  # tokens of prompt and output at most
     vocab_size: int
     max_bytes: int = 2**20  # of a text: more cannot fit the context, and is not tokenized
-    adapters: Collection[str] = ()  # names of LoRA adapters, each a model of the API
+    adapters: Collection[str] = ()  # names of LoRA adapters or --models, each a model of the API
 
 
 @dataclass

@@ -21,7 +21,8 @@ differs; with K models that differ in a share s of the weights, 1 + K s instead 
 When it loses: many models with few rows each. A step reads the weights of all of them, and their
 matmuls are small: at s = 1 it is one model after the other. A fine-tune that changes all tensors
 shares nothing; if the change has a low rank, use LoRA and adapters.py. Bitwise sharing is lost once
-a checkpoint is stored in another dtype. Steps are not captured in CUDA graphs.
+a checkpoint is stored in another dtype. Steps are not captured in CUDA graphs, and layers that
+differ are not fused on a CPU: where memory suffices for separate models, those may be faster.
 
 Hook: Engine(adapters=pool), as adapters.py's pool: `get` names a request's model and `prepare` the
 rows of a step; `head` is called for the logits. Equivalence (test_all.py): a mixed batch == each
