@@ -3,8 +3,8 @@
 With adapter m in the weights, its rows cost nothing, and all other rows rank_m more than without,
 for minus its part: serving/adapters.py adds that. A switch costs a matmul per weight, as much as
 the rank (C + F) operations of `switch_rows` rows. Each state gets credit for what it would have
-saved in every step so far, at least 0, and is taken once that pays for two switches: hysteresis,
-so that short runs of one adapter do not alternate.
+saved in every step so far, at least 0, and loses it in a step without rows of its adapter. It is
+taken once its credit pays for two switches: hysteresis, so that short runs do not alternate.
 
 Cost: a copy of the merged layers' weights, so that any number of switches leaves them bitwise as
 they were; a pause of one matmul per weight. When it loses: no adapter dominates (then it never
