@@ -20941,6 +20941,8 @@ def test_lora_bad_files_are_refused(tmp_path):
     for changed in (one_missing, tensors | {key(7): torch.ones(48, 2)}, {}):
         save_file(changed, tmp_path / LO.WEIGHTS)
         refuses("no pair of lora_A and lora_B for a layer of this")
+    save_file(tensors | {key(0): math.nan * tensors[key(0)]}, tmp_path / LO.WEIGHTS)
+    refuses("has values that are not finite")
     (tmp_path / LO.WEIGHTS).write_bytes(b"\x09")
     refuses("cannot be read")
 
@@ -21598,7 +21600,10 @@ def test_adapters_bad_ones_are_refused(tmp_path):
         n += 1
     assert [*pool.adapters] == ["a0"] and not output.finished and n > 15
     good = SRUN.read_adapter(pool, "a0", tmp_path / "good")
+    weights = lora_weights(pool.shapes, 4, 0, dtype=torch.float64)
+    weights = {name: (1e99 * a, b) for name, (a, b) in weights.items()}  # inf in the model's dtype
     for call, words in (
+        (lambda: pool.add("wide", 4, 1.0, weights), "not finite"),
         (lambda: pool.register(good), "loaded already"),
         (lambda: pool.remove("b"), "'b' is not loaded; loaded: a0"),
         (lambda: engine.add(ids, greedy(1, adapter="b")), "'b' is not loaded"),
