@@ -33796,7 +33796,7 @@ def recovery_case_restart_generations_are_not_mixed(env):
 
 def re_watchdog(env, name, **options):
     """(watchdog, its reports)"""
-    reports, options = [], dict(timeout=0.25, first_timeout=0.25) | options
+    reports, options = [], dict(timeout=0.6, first_timeout=0.6) | options
     calls = dict(report=reports.append, on_hang=lambda: None)
     return RE.Watchdog(dist.PrefixStore(name, env.store), env.rank, 4, **calls, **options), reports
 
@@ -33905,7 +33905,7 @@ def recovery_case_suspended_rank_is_named(env):
 
 
 def re_setup(env):
-    RE.STORE_TIMEOUT = 0.5
+    RE.STORE_TIMEOUT = 2.0  # a loaded machine answers later than an idle one
 
 
 RECOVERY = cases_named("recovery_case_")
