@@ -3164,7 +3164,7 @@ def named_case(name: str) -> dict:
 CASE_NAMES = [*map(str, range(0, FUZZ, 4)), *CORNERS]
 PLAIN = [partial(A.chunked_attention, chunk=n) for n in (7, 16)]
 PLAIN += [partial(A.online_attention, chunk=7), A.flash_attention]
-SLOW_SEEDS = [pytest.param(str(n), marks=pytest.mark.slow) for n in range(20, FUZZ)]
+SLOW_SEEDS = [pytest.param(str(n), marks=pytest.mark.slow) for n in range(10, FUZZ)]
 
 
 @pytest.mark.parametrize("name", CASE_NAMES)
@@ -3181,7 +3181,7 @@ def test_attention_in_plain_torch_equals_the_reference(name, attend, monkeypatch
     check(attend, named_case(name))
 
 
-@pytest.mark.parametrize("name", [*map(str, range(20)), *CORNERS, *SLOW_SEEDS])
+@pytest.mark.parametrize("name", [*map(str, range(10)), *CORNERS, *SLOW_SEEDS])
 def test_attention_flash_equals_the_reference(name):
     """The kernels, on given and random cases: output, lse and every gradient."""
     check(A.flash_attention, named_case(name))
@@ -5026,7 +5026,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.model.hook = lambda: None
 
 
-@pytest.mark.parametrize("max_examples", [20, pytest.param(90, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("max_examples", [12, pytest.param(90, marks=pytest.mark.slow)])
 def test_engine_keeps_its_promises(max_examples):
     """Whatever is added, aborted, forked, handed over, interrupted, fails or is NaN, with drafts or
     none: every token is greedy decoding's, delivered once, no request affects another, all end, and
@@ -7823,7 +7823,7 @@ def test_spec_rules_preserve_the_distribution(parents, greedy_draft):
     for keep_p, keep_q in [(None, None), (3, 4), *[(3, 2), (1, 4), (4, 1)][: 3 * is_chain]]:
         p, q = spec_tables(5, 4, 61, keep_p), spec_tables(5, 4, 62, keep_q)
         for rule in [spec_accept, E.accept_tree] if is_chain else [E.accept_tree]:
-            assert spec_p_value(rule, tree, p, q, 60_000, 63, greedy_draft) > SPEC_RIGHT
+            assert spec_p_value(rule, tree, p, q, 20_000, 63, greedy_draft) > SPEC_RIGHT
     if is_chain and not greedy_draft:
         assert spec_p_value(spec_one_by_one, tree, p, q, 3_000, 24) > SPEC_RIGHT
 
@@ -7842,7 +7842,7 @@ def test_spec_wrong_rules_fail_the_check(parents, greedy_draft):
     for wrong in ("", *wrongs.split(", ")):
         rule = partial(spec_rule, wrong=wrong)
         if not wrong or not greedy_draft or wrong not in SPEC_WRONG_IF_SAMPLED:
-            found = spec_p_value(rule, tree, p, q, 60_000, 63, greedy_draft)
+            found = spec_p_value(rule, tree, p, q, 20_000, 63, greedy_draft)
             assert found < SPEC_WRONG if wrong else found > SPEC_RIGHT, wrong
 
 
@@ -11511,11 +11511,11 @@ def structured_walk(texts, grammar: GR.Grammar, rng) -> tuple[str, list[int]]:
 
 @pytest.mark.parametrize("kind", VOCABULARIES)
 def test_structured_allowed_tokens_are_those_of_the_language(kind):
-    """60 random patterns with characters of 1 to 4 bytes: in each state of a random text the allowed
+    """30 random patterns with characters of 1 to 4 bytes: in each state of a random text the allowed
     tokens are those of a search over all texts; every text is one of the pattern's. Where a pattern
     has one text, the forced tokens are the tokenizer's own."""
     vocabulary, rng = structured_vocabulary(kind), random.Random(1)
-    for _ in range(60):
+    for _ in range(30):
         pattern, texts = finite_pattern(rng)
         text, ids = structured_walk(texts, GR.Grammar(vocabulary, pattern), rng)
         assert text in texts and re.fullmatch(pattern, text)
@@ -11591,11 +11591,11 @@ def is_valid(value, schema: dict, defs: dict) -> bool:
 
 
 def test_structured_json_validates_under_its_schema():
-    """Random texts of 100 random schemas are JSON and valid under them, also as OpenAI's
+    """Random texts of 50 random schemas are JSON and valid under them, also as OpenAI's
     response_format, and as a json_object; a wrong schema finds them invalid."""
     vocabulary, rng, found = structured_vocabulary("bytes"), random.Random(3), set()
     defs = {"x": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}}
-    for i in range(100):
+    for i in range(50):
         schema = random_schema(rng) | {"$defs": defs} if i else {"type": "object"}
         spec = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
         pattern = JS.from_response_format(spec if i else {"type": "json_object"})
@@ -12875,8 +12875,8 @@ def test_replica_timestamps_are_the_engines(policy, swap, cache, blocks):
 def test_replica_plans_many_steps_at_once(policy, action):
     """Planned together or one by one, all steps have the same timestamps; most are planned
     together."""
-    text = "conversations:n=60,rate=2,tools=1,turns=1:3,pause=3,system=40,input=3:60,output=5:90"
-    trace = list(TR.generate(text + "+random:n=40,rate=1,priority=1,input=5:300,output=50:300", 3))
+    text = "conversations:n=16,rate=2,tools=1,turns=1:3,pause=3,system=40,input=3:60,output=5:90"
+    trace = list(TR.generate(text + "+random:n=10,rate=1,priority=1,input=5:300,output=50:300", 3))
     sizes = dict(num_blocks=150, max_num_batched_tokens=256, max_num_seqs=12)
     sizes |= dict(kv_swap=True, at_tool_call=action)
     one, many = (CheckedReplica(SIM_COST, policy, one_by_one=x, **sizes) for x in (True, False))
@@ -21242,7 +21242,7 @@ ADAPTER_PATHS = {"torch": AD.Batch.add_segments, "triton": AD.triton_kernels if 
 
 
 @pytest.mark.parametrize("path", ADAPTER_PATHS)
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_adapters_segments_equal_float64(path, seed):
     """Packed rows with adapters of mixed ranks, in blocks in any order: SGMV, BGMV and plain torch
     equal float64; a linear that an adapter lacks gets nothing."""
