@@ -1,6 +1,6 @@
 """Tests of every technique against an independent reference, of every error, and of the programs.
 
-    pytest -n 2 --dist loadgroup test_all.py            no GPU, no network, nine minutes on two cores
+    pytest -n 2 --dist loadgroup test_all.py            no GPU, no network, 8 minutes on two cores
     pytest -n 2 --dist loadgroup test_all.py -m slow    compilation, large models, long fault tests
     pytest test_all.py -k engine                        one section, by the first word of its tests
 
@@ -11511,9 +11511,9 @@ def structured_walk(texts, grammar: GR.Grammar, rng) -> tuple[str, list[int]]:
 
 @pytest.mark.parametrize("kind", VOCABULARIES)
 def test_structured_allowed_tokens_are_those_of_the_language(kind):
-    """30 random patterns with characters of 1 to 4 bytes: in each state of a random text the allowed
-    tokens are those of a search over all texts; every text is one of the pattern's. Where a pattern
-    has one text, the forced tokens are the tokenizer's own."""
+    """30 random patterns with characters of 1 to 4 bytes: in each state of a random text the
+    allowed tokens are those of a search over all texts; every text is one of the pattern's. Where a
+    pattern has one text, the forced tokens are the tokenizer's own."""
     vocabulary, rng = structured_vocabulary(kind), random.Random(1)
     for _ in range(30):
         pattern, texts = finite_pattern(rng)
@@ -13316,8 +13316,8 @@ def test_pools_rank_aware_routing_misses_fewer_objectives():
 
 
 class CheckedLender(POOLS.LendingReplica):
-    """Checks allocators and ledger after each step. copies: (swapped in, of a peer's memory, tokens,
-    tokens at host memory's speed)."""
+    """Checks allocators and ledger after each step. copies: (swapped in, of a peer's memory,
+    tokens, tokens at host memory's speed)."""
 
     copies: list = []
 
@@ -14006,8 +14006,9 @@ def test_policies_slo_mix_never_starves():
 
 
 def test_policies_s3_preempts_less_than_without_and_runs_more_than_with_full_reservation():
-    """S3's claim: reservations by predicted length lead to fewer preemptions than none, and a larger
-    batch than max_new_tokens each; predictions that are too short delay no request forever."""
+    """S3's claim: reservations by predicted length lead to fewer preemptions than none, and a
+    larger batch than max_new_tokens each; predictions that are too short delay no request
+    forever."""
     for seed in range(4):
         r = random.Random(seed)
         jobs = [Job(i * 0.5, r.randint(4, 12), r.choice((6, 20, 30)), "ab"[i % 2], most=200)
@@ -15183,8 +15184,9 @@ CASCADE_BODIES = [
 @pytest.mark.parametrize("threshold", [0.0, 0.35, 1.0])
 def test_cascade_server_answers_as_the_gate_says(threshold):
     """Each text is that of the model that the gate chooses, whole and streamed: at 1 the large
-    one's without the small model having run, at 0 the small one's. Log-probabilities and echo are the large model's. A greedy call again,
-    whatever its seed, runs no model, and a sampled one with another seed does."""
+    one's without the small model having run, at 0 the small one's. Log-probabilities and echo are
+    the large model's. A greedy call again, whatever its seed, runs no model, and a sampled one with
+    another seed does."""
     model, tokenizer = http_small()
     large = V.Service(model, tokenizer, (2,), num_blocks=400, max_num_seqs=32)
     by_small = 0
@@ -16362,8 +16364,8 @@ def test_page_never_inserts_html(page):
 
 
 def test_page_fits_a_phone_and_follows_dark_mode(page):
-    """At 360 pixels nothing is cut off or scrolls sideways, with the settings open or not, and a tap
-    shows the alternatives; in dark mode the background is dark and the text light."""
+    """At 360 pixels nothing is cut off or scrolls sideways, with the settings open or not, and a
+    tap shows the alternatives; in dark mode the background is dark and the text light."""
     browser, _, url = page
     browser.open(url)
     for scheme in ("light", "dark"):
@@ -16467,8 +16469,9 @@ PROGRAM_SAMPLING = [{}, dict(temperature=0.9, seed=7), dict(temperature=1.3, see
 
 @pytest.mark.parametrize("params", PROGRAM_SAMPLING, ids=str)
 def test_programs_equal_calls_alone(params):
-    """Calls on the lines of a call, a call on theirs, and a forked text == each prompt alone, greedy
-    and seeded, whatever runs beside them; also with few blocks and one sequence at a time."""
+    """Calls on the lines of a call, a call on theirs, and a forked text == each prompt alone,
+    greedy and seeded, whatever runs beside them; also with few blocks and one sequence at a
+    time."""
 
     async def main(p):
         first = p.call("class {name}:\n", name="Stack", max_new_tokens=40, **params)
@@ -16643,9 +16646,9 @@ def test_programs_stream_of_a_failed_text_has_its_complete_pieces():
 
 
 def test_programs_infer_objectives():
-    """Map and reduce: the outline and the reduction have the latency objective, the map stage is one
-    group for throughput, a call that nobody awaits has it too; once one of the stage is left, that
-    is on the critical path."""
+    """Map and reduce: the outline and the reduction have the latency objective, the map stage is
+    one group for throughput, a call that nobody awaits has it too; once one of the stage is left,
+    that is on the critical path."""
 
     async def main():
         p = bare_program()
@@ -16804,7 +16807,8 @@ def test_programs_select_scores_the_choices():
 @pytest.mark.parametrize("seed", range(6))
 def test_programs_prompt_logprobs_from_a_token(seed):
     """Log-probabilities from any token of a prompt on are the last of all of them, whatever is
-    cached, whatever the chunks, and after preemptions; the tokens before are read from the cache."""
+    cached, whatever the chunks, and after preemptions; the tokens before are read from the
+    cache."""
     r, model = random.Random(seed), random_model(tiny())
     prompt = [r.randrange(97) for _ in range(r.randint(20, 60))]
     kwargs = dict(num_blocks=r.choice((20, 40)), block_size=4, max_num_seqs=4)
@@ -17077,10 +17081,10 @@ def test_time_sharing_best_effort_kernels_beside_complementary_ones():
 
 
 def test_time_sharing_groups_attain_no_less_than_fcfs_and_edf():
-    """QLM with two models and a swap cost, five seeds and two loads; engines run one model at a time
-    in their slots, with a swap between; the estimator is exact up to the rounding to whole batches
-    for equal lengths; the order of groups has no more violations than brute force's.
-    One case, with an estimate 5x too low, is worse than EDF."""
+    """QLM with two models and a swap cost, five seeds and two loads; engines run one model at a
+    time in their slots, with a swap between; the estimator is exact up to the rounding to whole
+    batches for equal lengths; the order of groups has no more violations than brute force's. One
+    case, with an estimate 5x too low, is worse than EDF."""
     for seed, rate in product(range(5), (2, 4)):
         jobs = TS.job_trace(seed, rate, n=120)
         mean = [statistics.mean(job.seconds for job in jobs)] * 2
