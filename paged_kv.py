@@ -285,8 +285,7 @@ class BlockAllocator:
 
     def __init__(self, num_blocks: int, block_size: int = 16, prefix_cache: bool = True):
         for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
-            ok = _is_int(value) and value > 0
-            _check(ok, f"{name} must be an integer >= 1, not {value!r}")
+            _check(_is_int(value) and value > 0, f"{name} must be an integer >= 1, not {value!r}")
         self.block_size, self.prefix_cache = block_size, prefix_cache
         self.refs = [0] * num_blocks
         self.free = list(range(num_blocks))[::-1]
@@ -664,10 +663,9 @@ class Scheduler:
         self.allocator.release(seq.block_table)
         self.allocator.release(seq.adapter_blocks)
         self.running.remove(seq)
-        seq.block_table, seq.num_computed_tokens, seq.num_written_tokens = [], 0, 0
-        seq.adapter_blocks = []
-        seq.num_cached_blocks, seq.prefix_node = 0, 0
-        seq.running, seq.num_draft_tokens, seq.num_lookahead_blocks = False, 0, 0
+        seq.block_table, seq.adapter_blocks, seq.running = [], [], False
+        seq.num_computed_tokens = seq.num_written_tokens = seq.num_cached_blocks = 0
+        seq.prefix_node = seq.num_draft_tokens = seq.num_lookahead_blocks = 0
 
     def _free_ring(self) -> int:
         used = {seq.ring for seq in self.running}
@@ -1673,6 +1671,7 @@ class Engine:
         static: bool | None = None,
         clock: Callable[[], float] = time.perf_counter,
         adapters: Any = None,
+        cache: Callable[..., Any] | None = None,
     ):
         """max_num_batched_tokens: token budget of a step, which bounds inter-token latency.
         max_num_seqs: samples that run at once, by default 64 or the budget. policy, continuous: see
@@ -1696,7 +1695,8 @@ class Engine:
         verifier(logits (M, V), sequences, drafts) -> new tokens of each sequence: the accepted
         drafts and one more, -1 if none can be sampled. A sequence with d drafts has d + 1 rows.
         adapters: serving/adapters.py's AdapterPool, whose adapters requests can name, or
-        serving/shared_models.py's ModelPool, which has head(hidden (R, C), models) -> logits."""
+        serving/shared_models.py's ModelPool, which has head(hidden (R, C), models) -> logits.
+        cache: called like PagedKVCache, the default; optional method: reclaim(free blocks)."""
         weight = next(model.parameters())
         rope = getattr(model.config, "rope_scaling", None) or {}
         _check(
@@ -1715,7 +1715,7 @@ class Engine:
         )  # fmt: skip
         mixed = any(windows) and not all(windows) and max_num_seqs * ring_blocks < num_blocks
         mixed = mixed and adapters is None  # its blocks must be the same in all layers
-        self.cache = PagedKVCache(
+        self.cache = (cache or PagedKVCache)(
             model.config, num_blocks, block_size, weight.dtype, weight.device, kv_dtype,
             max_num_seqs if mixed else 0, ring_blocks,
         )  # fmt: skip
@@ -1814,8 +1814,7 @@ class Engine:
         return id
 
     def _check_request(self, prompt: list[int], params: SamplingParams) -> None:
-        ok = isinstance(params, SamplingParams)
-        _check(ok, f"params must be SamplingParams, not {params!r}")
+        _check(isinstance(params, SamplingParams), f"params must be SamplingParams, not {params!r}")
         V, whole = self.model.config.vocab_size, len(prompt) + params.max_new_tokens
         _check(prompt, "the prompt has no tokens")
         for t in prompt:
@@ -1897,6 +1896,7 @@ class Engine:
         before = self.counts["tokens_run"]
         if self.outputs:
             self._step()
+        getattr(self.cache, "reclaim", len)(self.allocator.free)
         self.n_last_step = self.counts["tokens_run"] - before
         updated_outputs, self.updated_outputs = self.updated_outputs, {}
         return list(updated_outputs.values())

@@ -13,7 +13,7 @@ their own. All models are tiny random ones or the shipped checkpoints.
     files cpu sampling drafting early_exit cascade structured                  generation/
     serving traces policies replica simulate pools row_order length_batching   serving/
     colocation time_sharing variants server unacked lockstep cluster page      serving/
-    adapters shared_models                                                     serving/
+    adapters shared_models vattention                                          serving/
     programs                                        generation/programs.py, values.py
     calibrate sparse gemm gguf                               quantization/
     data optimizers offload recompute chunked_loss lora token_windows          training/
@@ -33,6 +33,7 @@ import base64
 import bisect
 import contextlib
 import copy
+import ctypes
 import errno
 import faulthandler
 import functools
@@ -173,6 +174,8 @@ from serving import time_sharing as TS
 from serving import unacked as UNACKED
 from serving import variant_server as VS
 from serving import variants as VA
+from serving import vattention as VM
+from serving import virtual_memory as MEM
 from parallelism import dry_run
 from parallelism import expert_parallel as Y
 import generate as G
@@ -21971,6 +21974,384 @@ def test_shared_models_bad_folders_are_refused(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------
+# serving/virtual_memory.py, serving/vattention.py
+# --------------------------------------------------------------------------------------------------
+
+
+def virtual_cache(**kwargs) -> Callable[..., Any]:
+    """The Engine's `cache` argument."""
+    return partial(VM.VirtualKVCache, **dict(num_slots=64) | kwargs)
+
+
+def each_slot(q, k, v, lengths, *, latent_dim=None, **options) -> torch.Tensor:
+    """VirtualKVCache's `decode`, one slot at a time: no key is read from lengths[r] on."""
+    o = q.new_zeros(*q.shape[:3], latent_dim or v.shape[3])
+    for r, n in enumerate(lengths.tolist()):
+        if n:
+            keys = k[r : r + 1, :n]
+            values = keys[..., :latent_dim] if v is None else v[r : r + 1, :n]
+            o[r] = A.attention_reference(q[r : r + 1], keys, values, causal=True, **options)[0]
+    return o
+
+
+CPU = torch.device("cpu")
+CPU = torch.device("cpu")
+CPU = torch.device("cpu")
+VIRTUAL = {  # model, block size, further options of the Engine, of the cache
+    "sdpa": ("gqa", 16, dict(num_blocks=3, kv_swap=True), {}),
+    "flash": ("alibi+window", 16, dict(num_blocks=4), dict(attention=A.flash_attention)),
+    "alibi": ("alibi", 16, dict(num_blocks=3, max_num_batched_tokens=5), dict(spare=0)),
+    "windows": ("window", 16, dict(num_blocks=3, kv_swap=True, prefix_cache=False), dict(spare=0)),
+    "latent": ("absorbed", 32, dict(num_blocks=3), {}),
+    "latent-slots": ("absorbed", 32, dict(num_blocks=3, kv_swap=True), dict(decode=each_slot)),
+    "slots": ("alibi+window", 16, dict(num_blocks=40), dict(decode=each_slot)),
+    "drafts": ("gqa", 16, dict(num_blocks=8, speculate_k=3), {}),
+}
+
+
+@pytest.mark.parametrize("name", VIRTUAL)
+def test_vattention_tokens_equal_the_paged_cache(name, monkeypatch):
+    """Shared prefixes, forks, preempted and swapped: the tokens and log-probabilities of a paged
+    engine with large memory; blocks of no sequence held NaN."""
+    use_plain_torch(monkeypatch)
+    config, size, options, more = VIRTUAL[name]
+    model, (prompts, counts) = paged_model(config), paged_requests(8, seed=5)
+    params = [greedy(n, n=1 + i % 3, logprobs=2) for i, n in enumerate(counts)]
+    want = paged_serve(paged_engine(model, num_blocks=300), prompts, params)
+    if name == "drafts":
+        texts = paged_texts(prompts, [o.token_ids for o in want])
+        options = options | dict(drafter=PagedDrafter(texts, 0.3, ragged=True))
+    engine = paged_engine(model, block_size=size, **options, cache=virtual_cache(**more))
+    engine.cache._commit(range(len(engine.allocator.refs)))
+    for pages in engine.cache.pages:
+        pages.fill_(math.nan)
+    paged_same(paged_serve(engine, prompts, params), want)
+    few = options["num_blocks"] < 4
+    assert (engine.stats()["preemptions"] > 0) == few and len(engine.cache.memory.ranges) == 2
+
+
+def test_vattention_window_is_a_ring_of_pages():
+    """All layers windowed, no prefix cache: three blocks, mapped in turn, serve 110 tokens."""
+    model = random_model(tiny(windows=(7, 7, 7), family="mistral"))
+    options = dict(max_num_batched_tokens=12, max_num_seqs=1, prefix_cache=False, block_size=16)
+    engine = P.Engine(model, num_blocks=3, cache=virtual_cache(spare=0), **options)
+    prompt = random_tokens(model.config, 1, 70)
+    [output] = engine.generate(prompt.tolist(), greedy(40))
+    assert output.token_ids == greedy_tokens(model, prompt, 40)
+    assert engine.scheduler.max_blocks == 3 and engine.cache.committed_bytes == 0
+
+
+class VirtualWorld:
+    """Sequences of a VirtualKVCache of one layer, and what each should hold: (n, 2, 1, 64)."""
+
+    def __init__(self, seed: int, spare: int):
+        config = SimpleNamespace(n_layers=1, n_kv_heads=1, head_dim=64, context=160)
+        bf16, cpu = torch.bfloat16, torch.device("cpu")
+        kernel = lambda q, k, v, **_: torch.stack((k, v), 2).flatten(0, 1).clone()[None]
+        self.cache = VM.VirtualKVCache(
+            config, 48, 16, bf16, cpu, num_slots=6, spare=spare, attention=kernel
+        )
+        self.allocator = P.BlockAllocator(48, 16, prefix_cache=False)
+        self.r, self.kv, self.tables = random.Random(seed), {}, {}
+
+    def grow(self, slot: int, n: int) -> None:
+        """n more tokens: its last block is copied if it is shared."""
+        kv = self.kv.setdefault(slot, torch.zeros(0, 2, 1, 64, dtype=torch.bfloat16))
+        table, start = self.tables.setdefault(slot, []), len(kv)
+        if start % 16 and self.allocator.refs[table[-1]] > 1:
+            shared, table[-1] = table[-1], self.allocator.allocate()
+            self.cache.copy([(shared, table[-1])])
+            self.allocator.release([shared])
+        while len(table) * 16 < start + n:
+            table.append(self.allocator.allocate())
+        new = torch.full((n, 2, 1, 64), self.r.random(), dtype=torch.bfloat16)
+        self.kv[slot] = torch.cat((kv, new))
+        assert torch.equal(self.run(slot, start, new), self.kv[slot])
+
+    def run(self, slot: int, start: int, new: torch.Tensor, written: int = 0) -> torch.Tensor:
+        """One step with these new tokens; all KV of the sequence."""
+        chunk = P.Chunk([0] * len(new), start, self.tables[slot], written, slot)
+        names = "window softcap alibi_slopes sinks latent_dim"
+        spec = SimpleNamespace(index=0, scale=1.0, **dict.fromkeys(names.split()))
+        keys, values = new[None].unbind(2)
+        step = self.cache.step([chunk])
+        return self.cache.attend(spec, keys, keys, values, None, step=step)[0]
+
+    def fork(self, slot: int, to: int) -> None:
+        self.kv[to] = self.kv[slot]
+        self.tables[to] = [*map(self.allocator.share, self.tables[slot])]
+
+    def end(self, slot: int) -> None:
+        self.allocator.release(self.tables.pop(slot))
+        del self.kv[slot]
+
+    def one(self) -> None:
+        """A random operation; the Engine calls reclaim after each."""
+        slot, room = self.r.randrange(6), self.allocator.n_free
+        n = min(self.r.choice((1, 1, 1, 5, 16, 40)), 160 - len(self.kv.get(slot, ())))
+        if slot in self.kv and (self.r.random() < 0.1 or n == 0):
+            self.end(slot)
+        elif slot not in self.kv and self.kv and self.r.random() < 0.3:
+            self.fork(self.r.choice([*self.kv]), slot)
+        elif room >= 1 + -(-n // 16):
+            self.grow(slot, n)
+        self.cache.reclaim(self.allocator.free)
+        self.cache.ahead.result()
+
+
+def kept_by_the_system(memory: MEM.HostMemory) -> int:
+    """Bytes of physical memory of its pages, which the kernel counts."""
+    return os.fstat(memory.fd).st_blocks * 512
+
+
+def resident_bytes(memory: MEM.HostMemory) -> int:
+    """Of its ranges of addresses, by /proc/self/smaps; a page counts at each of its addresses."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if match := re.match("([0-9a-f]+)-[0-9a-f]+ ", line):
+            at = int(match[1], 16)
+            inside = any(first <= at < first + nbytes for first, nbytes in memory.ranges)
+        elif inside and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+@pytest.mark.parametrize("spare", [0, 5])
+def test_vattention_commits_what_is_used(spare):
+    """5,000 random operations (grow, fork, copy on write, end, reuse): each sequence reads its own
+    KV as one tensor; committed bytes are what the kernel counts: less than one block per sequence
+    above the used bytes, besides the spare blocks. All go back at the end."""
+    world = VirtualWorld(spare, spare)
+    cache, allocator, block = world.cache, world.allocator, 16 * 2 * 64 * 2
+    assert cache.reserved_bytes == (48 + 6 * 10) * block and block == cache.memory.page_bytes
+    for _ in range(5000):
+        world.one()
+        blocks = {b for table in world.tables.values() for b in table}
+        unused = {table[-1]: -len(world.kv[slot]) % 16 for slot, table in world.tables.items()}
+        used = len(blocks) * block - sum(unused.values()) * block // 16
+        committed = kept_by_the_system(cache.memory)
+        assert committed == cache.committed_bytes <= used + (len(unused) + 2 * spare) * block
+        assert cache.memory.committed.keys() >= blocks
+    for slot in [*world.kv]:
+        world.end(slot)
+    cache.reclaim(allocator.free)
+    assert kept_by_the_system(cache.memory) <= 2 * spare * block
+    assert resident_bytes(cache.memory) <= 4 * spare * block
+
+
+def test_vattention_shared_blocks_are_not_written_again():
+    """A sequence that shares the first 18 tokens and runs the last five again writes two."""
+    world = VirtualWorld(0, 0)
+    world.grow(0, 20)
+    world.fork(0, 1)
+    new, want = torch.ones(5, 2, 1, 64, dtype=torch.bfloat16), world.kv[0].clone()
+    want[18:] = 1
+    assert torch.equal(world.run(1, 15, new, 18), want)
+
+
+def test_vattention_memory_is_released_with_its_last_tensor():
+    """Not before: a view still reads. Then the process has no mapping and no file of it."""
+    found = lambda: Path("/proc/self/maps").read_text().count("memfd:kv_cache")
+    before, files, world = found(), len(os.listdir("/proc/self/fd")), VirtualWorld(0, 4)
+    world.grow(0, 33)
+    view, want = world.cache.sequences[0, :33, 0], world.kv[0]
+    del world
+    assert torch.equal(view, want) and found() > before
+    del view
+    assert found() == before and len(os.listdir("/proc/self/fd")) == files
+
+
+def test_vattention_unmodified_kernel_reads_no_unmapped_key():
+    """attention.py's decode kernel over all slots, most of whose addresses are not mapped: reading
+    one of those would end the process."""
+    config = SimpleNamespace(n_layers=2, n_kv_heads=2, head_dim=16, context=1024)
+    kernels = dict(attention=A.attention_reference, decode=A.decode_attention)
+    cache = VM.VirtualKVCache(config, 9, 16, torch.float32, CPU, num_slots=4, **kernels)
+    options = dict(scale=0.3, window=None, softcap=2.0, alibi_slopes=None, sinks=None)
+    spec = SimpleNamespace(index=1, latent_dim=None, **options)
+    q, k, v = torch.randn(3, 3, 41, 2, 16, generator=seeded(1))
+
+    def run(rows: list[tuple[int, int, int]]) -> torch.Tensor:
+        """Tokens a to b of sequence i each, in slot 3 - i."""
+        chunks = [P.Chunk([0] * (b - a), a, [i, i + 3, i + 6], ring=3 - i) for i, a, b in rows]
+        new = (torch.cat([x[i, a:b] for i, a, b in rows])[None] for x in (q, k, v))
+        return cache.attend(spec, *new, None, step=cache.step(chunks))[0]
+
+    ends = 17, 1, 40
+    for i, n in enumerate(ends):
+        run([(i, 0, n)])
+    got = run([(i, n, n + 1) for i, n in enumerate(ends)])
+    for i, n in enumerate(ends):
+        one = q[i, None, n : n + 1], k[i, None, : n + 1], v[i, None, : n + 1]
+        close(got[i, None, None], A.attention_reference(*one, causal=True, **options), 1e-5)
+
+
+class FakeDriver:
+    """CUDA's virtual memory management, in host memory, with CUDA's rules. A handle is a file.
+    idle: no kernel is running."""
+
+    def __init__(self, limit: float = INF):
+        self.host, self.limit, self.idle = MEM.HostMemory(1, 4096, CPU), limit, True
+        self.ranges, self.mapped, self.sizes = {}, {}, {}  # address: bytes, handle; handle: bytes
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        """A function of pointers and of integers, which must have 64 bits."""
+        call = getattr(type(self), name.replace("cuMem", "fake"))
+        value = lambda x: x.value if isinstance(x, ctypes.c_uint64) else x._obj
+        return lambda *args: call(self, *map(value, args)) or 0
+
+    @staticmethod
+    def check(location, *kinds) -> None:
+        assert (location.type, location.id) == (1, 0) and kinds in ((1, 0), (3, 1))
+
+    def fakeGetAllocationGranularity(self, found, prop, option):
+        self.check(prop.location, prop.type, option)
+        found.value = 4096
+
+    def fakeAddressReserve(self, found, nbytes, *zeros):
+        assert nbytes % 4096 == 0 and zeros == (0, 0, 0)
+        found.value = self.host.reserve(nbytes)
+        self.ranges[found.value] = nbytes
+
+    def fakeAddressFree(self, address, nbytes):
+        assert not [a for a in self.mapped if address <= a < address + nbytes]
+        assert self.ranges.pop(address) == nbytes
+
+    def fakeCreate(self, found, nbytes, prop, flags):
+        self.check(prop.location, prop.type, flags)
+        if len(self.sizes) >= self.limit:
+            return MEM.OUT_OF_MEMORY
+        found.value = os.memfd_create("fake")
+        os.ftruncate(found.value, nbytes)
+        self.sizes[found.value] = nbytes
+
+    def fakeRelease(self, handle):
+        assert handle not in self.mapped.values(), "released before it is unmapped"
+        del self.sizes[handle]
+        os.close(handle)
+
+    def fakeMap(self, address, nbytes, offset, handle, flags):
+        assert any(a <= address and address + nbytes <= a + n for a, n in self.ranges.items())
+        assert address not in self.mapped and self.sizes[handle] == nbytes and offset == flags == 0
+        self.mapped[address] = handle
+
+    def fakeSetAccess(self, address, nbytes, access, count):
+        self.check(access.location, access.flags, count)
+        file = self.mapped[address]
+        self.host._mmap(address, nbytes, MEM.READ_WRITE, MEM.SHARED | MEM.FIXED, file)
+
+    def fakeUnmap(self, address, nbytes):
+        assert self.idle and self.sizes[self.mapped.pop(address)] == nbytes
+        self.host._mmap(address, nbytes, 0, MEM.RESERVE | MEM.FIXED)
+
+
+@pytest.fixture
+def fake_driver(monkeypatch) -> FakeDriver:
+    """CudaMemory on a FakeDriver, for models on the CPU. A kernel runs until `synchronize`."""
+    driver = FakeDriver()
+    monkeypatch.setattr(MEM, "load_driver", lambda: driver)
+    monkeypatch.setattr(VM, "memory_class", lambda device: MEM.CudaMemory)
+    monkeypatch.setattr(MEM.CudaMemory, "tensor", MEM.HostMemory.tensor)
+    monkeypatch.setattr(MEM.CudaMemory, "synchronize", lambda self: setattr(driver, "idle", True))
+    return driver
+
+
+def test_vattention_cuda_calls(fake_driver):
+    """On a driver that checks order and arguments: tokens == the paged engine's; a page is mapped
+    before it is used, unmapped once kernels have ended and before it is released; out of memory is
+    one line, and no request is lost; at the end nothing is left."""
+
+    def attention(*args, **options):
+        fake_driver.idle = False
+        return VM.sdpa(*args, **options)
+
+    model, (prompts, counts) = paged_model(), paged_requests(8, seed=5)
+    params = [greedy(n, n=1 + i % 3) for i, n in enumerate(counts)]
+    want = paged_serve(paged_engine(model, num_blocks=300), prompts, params)
+    for options in (dict(num_blocks=3, kv_swap=True), dict(num_blocks=40, prefix_cache=False)):
+        cache = virtual_cache(attention=attention, spare=0)
+        engine = paged_engine(model, block_size=16, cache=cache, **options)
+        paged_same(paged_serve(engine, prompts, params), want)
+    gc.collect()  # the first engine
+    assert not fake_driver.sizes and not fake_driver.mapped, "all blocks are free"
+    fake_driver.limit = 4
+    with pytest.raises(MemoryError, match="^no memory for a KV block besides 0.05 MiB of others: cuMemCreate"):
+        paged_serve(engine, prompts, params)
+    fake_driver.limit = INF
+    outputs = dict(engine.outputs)
+    paged_run(engine)
+    paged_same([outputs[i] for i in range(len(prompts))], want)
+    engine.add(prompts[0], params[0])
+    engine.step()
+    assert fake_driver.sizes and fake_driver.mapped and fake_driver.ranges
+    del engine
+    gc.collect()
+    assert not fake_driver.sizes and not fake_driver.mapped and not fake_driver.ranges
+
+
+@contextmanager
+def file_size_limit(nbytes: int) -> Iterator[None]:
+    """The kernel refuses to make a file of this process larger, those of HostMemory included."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_vattention_out_of_memory_loses_no_request(tmp_path):
+    """The kernel has no more memory: MemoryError is raised by each step, and once there is some the
+    requests end with the tokens of a calm engine. --batch prints one line, and resumes."""
+    model, (prompts, counts) = paged_model(), paged_requests(8, seed=5)
+    params = [*map(greedy, counts)]
+    want = paged_serve(paged_engine(model, num_blocks=300), prompts, params)
+    engine = paged_engine(model, block_size=16, num_blocks=20, cache=virtual_cache())
+    for i, request in enumerate(zip(prompts, params, strict=True)):
+        engine.add(*request, id=i)
+    outputs = dict(engine.outputs)
+    with file_size_limit(3 * engine.cache.memory.page_bytes):
+        for _ in range(3):
+            with pytest.raises(MemoryError, match="^no memory for a KV block besides 0.04 MiB .*File too"):
+                for _ in range(50):
+                    engine.step()
+    paged_run(engine)
+    paged_same([outputs[i] for i in range(8)], want)
+
+    path = serving_file(tmp_path / "in.jsonl", SERVING_MIXED)
+    flags = f"--batch {path} --max-new-tokens 6 --max-num-seqs 2 --set kv_layout=virtual"
+    results = tmp_path / "in.results.jsonl"
+    with file_size_limit(2 * 16 * 6 * 2 * 2 * 64 * 2):  # two blocks in bf16
+        done = run_generate(*flags.split())
+    assert done.code == 2 and len(serving_results(results)) < len(SERVING_MIXED)
+    line = "generate.py: error: out of memory .no memory for a KV block besides 0.09 MiB.*"
+    assert re.fullmatch(line, done.err.splitlines()[-1])
+    run_generate(*flags.split())
+    resumed = serving_results(results)
+    results.unlink()
+    run_generate(*flags.split())
+    assert resumed == serving_results(results)
+
+
+VIRTUAL_CONFIG = SimpleNamespace(n_layers=2, n_kv_heads=2, head_dim=16, context=99)
+virtual_refused = partial(VM.VirtualKVCache, VIRTUAL_CONFIG, 9, num_slots=1, dtype=torch.float32)
+REFUSED |= {
+    "vattention: half a page": (
+        partial(virtual_refused, block_size=12, device=CPU), "block_size .* multiple of 8 here, not 12"
+    ),
+    "vattention: int8": (
+        partial(virtual_refused, block_size=16, device=CPU, kv_dtype="int8"), "kv_dtype int8"
+    ),
+    "vattention: device": (
+        partial(virtual_refused, block_size=16, device=torch.device("meta")), "on Linux and CUDA GPUs, not on meta"
+    ),
+    "vattention: softcap": (
+        partial(VM.sdpa, *torch.zeros(3, 1, 1, 1, 1), scale=1.0, softcap=2.0), "softcap"
+    ),
+}  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------
 # alignment.py
 # --------------------------------------------------------------------------------------------------
 
@@ -27223,6 +27604,7 @@ greedy batch                    | --checkpoint {moe}                    | --offl
 greedy                          | --speculate ngram                     | --reference {text} |
 batch | | --policy longest-prefix --set continuous=false            |
 batch                           |                                       | --reorder         |
+batch                           |                       | --set kv_layout=virtual           |
 program                         |                                       | --max-num-seqs 1  |
 greedy interactive              |                                       | --tp 1 --pp 1     |
 greedy samples                  |                                       | --early-exit 6:6  |
@@ -27334,6 +27716,9 @@ x --device meta                             | --device meta
 --batch /                                   | --batch
 x --out f                                   | --out --batch
 x --set kv_swap=true                        | --set kv_swap requires --batch or --bench-serving
+x --set kv_layout=virtual                    | --set kv_layout requires --batch
+--batch f --set kv_layout=virtual --kv-cache-dtype int8 | kv_layout --kv-cache-dtype 16-bit
+--batch f --set kv_layout=contiguous         | kv_layout paged virtual
 --bench-serving --set arrival_cv=0.009      | --set arrival_cv 0.01 0.009
 --bench-serving --set input_tokens=9        | --set input_tokens A:B 9
 --bench-serving --set output_tokens=9:3     | --set output_tokens 9:3

@@ -254,6 +254,9 @@ class GenerateConfig(Settings):
     continuous: bool = rare(
         True, "admit requests as soon as others end; false: once all have ended, for comparison")
     kv_swap: bool = rare(False, "swap preempted KV to host memory instead of recomputing it")
+    kv_layout: str = rare(
+        "paged", "virtual: contiguous addresses per sequence, and memory that is mapped on demand "
+        "and given back (serving/vattention.py)", choices=("paged", "virtual"))
 
     finetune: Path | None = flag(
         None, "with --serve or --batch: train LoRA adapters on the tokens that requests leave of "
@@ -301,7 +304,7 @@ REQUIRES = [
     ("adapters", "batch serve"), ("merge_adapters", "adapters"), ("models", "batch serve"),
     *((name, "batch bench_serving serve program") for name in (
         "kv_blocks", "block_size", "max_num_batched_tokens", "max_num_seqs", "kv_cache_dtype",
-        "prefix_cache", "policy", "continuous", "kv_swap")),
+        "prefix_cache", "policy", "continuous", "kv_swap", "kv_layout")),
     *((name, "bench_serving") for name in (
         "request_rate", "arrival_cv", "input_tokens", "output_tokens", "shared_prefix",
         "disaggregate")), ("slo", "disaggregate"),
@@ -354,6 +357,8 @@ EXCLUDES = [
     ("adapters", "adapter compile offload tp pp ep kv_cache_dtype=fp8 cascade",
      "its layers have weights in the KV cache of one device"),
     ("merge_adapters", "quantize", "adapters are merged into 16-bit weights"),
+    ("kv_layout=virtual", "adapters finetune kv_cache_dtype compile",
+     "its steps are not compiled, and its blocks hold 16-bit KV alone"),
     ("models", "adapter adapters quantize compile offload dummy tp pp ep cascade finetune",
      "they share the 16-bit weights of --checkpoint on one device"),
     ("prompt_tokens", "prompt chat", "the prompt is random"),

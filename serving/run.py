@@ -57,6 +57,8 @@ def engine_options(args: GenerateConfig, model: Transformer) -> dict[str, Any]:
     """The Engine's arguments from the flags."""
     names = "block_size max_num_batched_tokens max_num_seqs compile"
     options = {name: getattr(args, name) for name in names.split()}
+    if args.kv_layout == "virtual":
+        options |= virtual_cache(args, model)
     options |= dict(kv_dtype=args.kv_cache_dtype, kv_swap=args.kv_swap)
     options |= dict(prefix_cache=args.prefix_cache, continuous=args.continuous)
     clock = time.perf_counter
@@ -66,12 +68,12 @@ def engine_options(args: GenerateConfig, model: Transformer) -> dict[str, Any]:
     if moe_layers(model):  # a step without static shapes cannot be captured
         from moe import has_static_shapes
 
-        options["static"] = all(map(has_static_shapes, moe_layers(model)))
+        options.setdefault("static", all(map(has_static_shapes, moe_layers(model))))
         if args.compile and not options["static"]:
             raise ValueError(
                 "--compile requires the GPU kernels of --experts grouped; remove --compile"
             )
-    sizes = args.block_size, args.max_num_seqs, args.kv_cache_dtype
+    sizes = options["block_size"], args.max_num_seqs, args.kv_cache_dtype
     draft_layers = draft_cache_layers(args, model.config)
     num_blocks = serving_batch.num_available_blocks(model, *sizes, draft_layers)
     num_blocks = all_reduce_min(num_blocks)
@@ -81,6 +83,20 @@ def engine_options(args: GenerateConfig, model: Transformer) -> dict[str, Any]:
         if args.compile:
             raise ValueError("--compile: the engine's steps are not compiled with --tp; remove it")
     return options | {"num_blocks": args.kv_blocks or num_blocks}
+
+
+def virtual_cache(args: GenerateConfig, model: Transformer) -> dict[str, Any]:
+    """The Engine's arguments for --set kv_layout=virtual."""
+    from serving.vattention import VirtualKVCache, whole_block_size
+
+    weight, kernels = model.embed.weight, {}
+    if weight.is_cuda:
+        from attention import decode_attention, flash_attention
+
+        kernels = dict(attention=flash_attention, decode=decode_attention)
+    cache = partial(VirtualKVCache, num_slots=args.max_num_seqs, **kernels)
+    size = whole_block_size(model.config, args.block_size, weight.dtype, weight.device)
+    return dict(cache=cache, block_size=size, static=False)
 
 
 def draft_cache_layers(args: GenerateConfig, config: ModelConfig) -> float:
