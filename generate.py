@@ -55,7 +55,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +71,7 @@ for folder in "huggingface generation serving quantization training parallelism"
         sys.exit(f"generate.py: error: {spec.origin} shadows {folder}/; uninstall that package")
 
 from generation.bench import RunTimings, device_name, measure_bandwidth, speedup, summarize
-from generation.bench import summary_line, time_steps
+from generation.bench import summary_line, time_steps, weight_bytes
 from generation.chat import Chat, chat_loop
 from generation.config import CHAT_CONTEXT, DTYPES, GenerateConfig, parse_args
 from generation.early_exit import build_early_exit
@@ -274,26 +273,6 @@ class Decoder:
         return weights + self.cache.bytes_read(None if whole else self.num_cached)
 
 
-def weight_bytes(model: Transformer, batch: int = 1) -> int:
-    """Bytes of weights that a decode step reads: all matmul weights (of the experts, the expected
-    share that is used by at least one of the `batch` rows if routing is uniform) and one embedding
-    row per batch row, without the MTP layers."""
-    c, total = model.config, 0.0
-    # not head.weight, which a quantized layer would dequantize
-    embed, head = (getattr(m, "_parameters", {}).get("weight") for m in (model.embed, model.head))
-    for name, p in chain(model.named_parameters(), model.named_buffers()):
-        if name.startswith("mtp.") or name.endswith(".expert_bias"):
-            continue
-        if p is embed and head is not embed:
-            total += batch * p[0].nbytes
-        elif p.dim() == 3:
-            E = len(model.get_submodule(name.rpartition(".w_")[0]).router)
-            total += p.nbytes * (1 - (1 - c.n_experts_per_token / E) ** batch)
-        else:
-            total += p.nbytes
-    return round(total)
-
-
 def run_rows(
     decoder: Decoder,
     ids: Sequence[int],
@@ -345,13 +324,15 @@ def generate(args: GenerateConfig) -> None:
 
 
 def complete(args: GenerateConfig, text: str, gate: Any = None) -> bool:
-    """Continue `text`, streamed, and print a summary. With a cascade.Gate, only if that keeps the
-    answer. Returns whether it was printed."""
+    """Continue `text`, streamed, and print a summary. With a cascade.Gate, only if the context
+    holds the prompt and the gate keeps the answer. Returns whether it was printed."""
     begin = time.perf_counter()
     device = run_on_all_or_raise(partial(pick_device, args.device))
     model, tokenizer = run_on_all_or_raise(partial(load, args, device))
     ids = prompt_ids(args, text, tokenizer, model.config)
-    max_new = fit_to_context(args, len(ids), model.config.context)
+    if gate is not None and len(ids) >= model.config.context:
+        return False
+    args.max_new_tokens = max_new = fit_to_context(args, len(ids), model.config.context)
     no_eos = args.ignore_eos or args.bench or args.dummy
     eos = () if no_eos else eos_ids(args.checkpoint, model.config.eos_ids)
     decoder = build_decoder(args, model, tokenizer, len(ids) + max_new, eos)
@@ -405,7 +386,13 @@ def complete(args: GenerateConfig, text: str, gate: Any = None) -> bool:
 
 
 def fit_to_context(args: GenerateConfig, n_prompt: int, context: int) -> int:
-    """--max-new-tokens, lowered with a message to what the model's context leaves."""
+    """--max-new-tokens, lowered with a message to what the model's context leaves. ValueError if
+    that is nothing."""
+    if n_prompt >= context:
+        raise ValueError(
+            f"the prompt has {n_prompt} tokens, but the model's context (max_position_embeddings "
+            f"in config.json) is {context}; shorten it"
+        )
     max_new = min(args.max_new_tokens, context - n_prompt)
     if max_new < args.max_new_tokens:
         print(

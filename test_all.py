@@ -11238,6 +11238,59 @@ def test_early_exit_flags_reach_the_steps(tmp_path):
     assert summary["released"] > 0
 
 
+def test_early_exit_bytes_are_those_of_the_layers_that_ran():
+    """A step that ends after 2 of 5 layers reads what a model of 2 layers does, and each ramp the
+    head and its map: dense, quantized, and with experts, most of which a step does not read."""
+    quantized = Q.quantize_(exit_model("dense"), "int8")
+    for model in (exit_model("dense"), quantized, exit_model("latent")):
+        decoder, C = exit_decoder(model, 9), model.config.dim
+        size = lambda module: sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
+        want = G.weight_bytes(EE.slice_layers(model, 0, 2))
+        maps = [nn.Linear(C, C) for _ in range(2)]
+        exits = EE.RampExits(decoder, (1, 2), FixedThresholds(2, 0.0), maps)
+        exits.thresholds.values[0] = 2.0
+        extra = size(model.head) + 2 * size(maps[0])
+        for steps, more in ((EE.DepthSchedule(decoder, 2, 2, 8), 0), (exits, extra)):
+            decoder.speculator = steps
+            with torch.inference_mode():
+                decoder.start([5, 9, 33])
+                decoder.next()
+            read = decoder.bytes_per_step() - decoder.cache.bytes_read(decoder.num_cached)
+            assert read == pytest.approx(want + more, abs=8)
+
+
+def test_early_exit_confidence_of_an_error_does_not_exit_again():
+    """The threshold just above a float32 confidence, also where the softmax is exactly 1."""
+    model = exit_model("dense")
+    decoder = exit_decoder(model, 9)
+    steps = EE.RampExits(decoder, (2,), FixedThresholds(1, 1.0))
+    steps.start([5], [9])
+    for logits in (torch.eye(97)[None, None, 3] * 1e3, torch.randn(1, 1, 97)):
+        confidence = logits.softmax(-1).max().item()
+        for threshold in (confidence, math.nextafter(confidence, 2)):
+            steps.open, steps.thresholds.values = [EE.OpenToken()], [threshold]
+            assert steps.exits(0, logits) == (threshold == confidence)
+
+
+def test_early_exit_reports_what_it_knows(tmp_path):
+    """No agreement without a step, nor of text whose logits were changed; the schedule ends with
+    the text, also where the context shortens it."""
+    flags = "--temperature 0 --ignore-eos --json --early-exit"
+    one = generated(f"{flags} 6:2 --max-new-tokens 1", "x =")
+    assert one["agreement"] is None and (one["layers_saved"], one["layers_per_step"]) == (0, 6)
+    for more in ("repetition_penalty=1.5", "logit_bias=5:3", "presence_penalty=1"):
+        got = generated(f"{flags} 6:6 --max-new-tokens 4 --set {more}", "x =")
+        assert got["agreement"] is None and got["layers_saved"] == 0
+    shutil.copytree(DRAFT, tmp_path / "short")
+    config = json.loads((tmp_path / "short/config.json").read_text())
+    L, config["max_position_embeddings"] = config["num_hidden_layers"], 24
+    (tmp_path / "short/config.json").write_text(json.dumps(config))
+    got = generated(f"{flags} {L}:1 --checkpoint {tmp_path / 'short'}", "x =")
+    n = got["new_tokens"] - 1
+    depths = [math.ceil(L - (L - 1) * i / (n - 1) - 1e-9) for i in range(n)]
+    assert n < 24 and got["layers_per_step"] == pytest.approx(sum(depths) / n, abs=1e-3)
+
+
 REFUSED["early_exit: keys that depend on the length of a call"] = (
     lambda: EE.build_early_exit(
         spec_args("x", "--early-exit", "1:1"), exit_decoder(random_model(DYNAMIC_ROPE), 4), None
@@ -11274,7 +11327,7 @@ def test_cascade_scorer_is_the_minimum_of_its_loss():
     x = torch.tensor([*map(CASCADE.features, answers)], dtype=torch.float64)
     right = torch.rand(len(x), generator=g) < (2 + 1.5 * x[:, 1] - 0.5 * x[:, 2]).sigmoid()
     weights, bias = CASCADE.fit_scorer(x[::2], right[::2])
-    std, mean = x[::2].std(0), x[::2].mean(0)
+    std, mean = x[::2].std(0, correction=0), x[::2].mean(0)
     w = torch.cat((torch.tensor(weights).double() * std, torch.zeros(1)))
     w[3] = bias + (torch.tensor(weights).double() * mean).sum()
     w.requires_grad_()
@@ -11289,11 +11342,29 @@ def test_cascade_scorer_is_the_minimum_of_its_loss():
     )
     assert of(fitted) < 0.08 and of(fitted) < of(raw) / 2
     assert raw.confidence([-1.0, -3.0]) == pytest.approx(math.exp(-2))
-    for same in (torch.zeros(9), torch.ones(9)):
-        weights, bias = CASCADE.fit_scorer(x[:9], same)
+    for same in (torch.zeros(9), torch.ones(9), torch.zeros(1), torch.ones(1)):
+        weights, bias = CASCADE.fit_scorer(x[: len(same)], same)
         assert all(map(math.isfinite, (*weights, bias)))
         c = CASCADE.Gate("", 0.5, weights, bias).confidence(answers[0])
         assert abs(c - same[0]) < 0.4
+
+
+def test_cascade_keeps_no_answer_whose_confidence_is_not_a_number():
+    """Whatever the weights; but at threshold 0 every answer."""
+    for weights, logprobs in (((), [math.nan]), ((2.0, 0.5, 0.1), [-1.0, math.nan]),
+                              ((2.0, -0.5, 0.1), [-1.0, -math.inf])):  # fmt: skip
+        gates = [CASCADE.Gate("", threshold, weights) for threshold in (0.0, 0.01)]
+        assert [gate.keeps(gate.confidence(logprobs)) for gate in gates] == [True, False]
+
+
+def test_cascade_prompts_differ():
+    """None that the threshold was fitted to is among those that it is reported for."""
+    text = "".join(f"line {i} of the text\n" for i in range(40))
+    for n in (2, 7, 300):
+        prompts = CASCADE.text_prompts(text, n)
+        assert len({*prompts}) == len(prompts) > 1
+        assert all(text[text.index(p) - 1] == "\n" for p in prompts)
+    assert len(CASCADE.text_prompts("a b\n" * 9, 5)) == 1
 
 
 def test_cascade_sweep_equals_the_definition_and_is_monotone():
@@ -11352,18 +11423,19 @@ def cascade_file(folder: Path, **changes) -> Path:
 @pytest.mark.parametrize(
     "changes, words",
     [
-        (dict(small=3), "small must be a str, not 3"),
-        (dict(large=None), "large must be a str"),
+        (dict(small=3), "small must be a folder, not 3"),
+        (dict(large=None), "large must be a folder"),
         (dict(large="/elsewhere"), "was fitted for --checkpoint /elsewhere"),
-        (dict(threshold="0.5"), "threshold must be a float"),
-        (dict(threshold=1.5), "threshold from 0 to 1"),
-        (dict(weights=[1.0]), "weights must be 3 numbers"),
-        (dict(weights=[1.0, 2.0, "x"]), "weights must be 3 numbers"),
-        (dict(bias=math.nan), "weights must be 3 numbers"),
+        *((dict(threshold=x), "threshold must be a number from 0") for x in ("0.5", 1.5, True)),
+        *((dict(weights=x), "weights must be 3 numbers") for x in ([1.0], [1.0, 2.0, "x"], 3)),
+        *((dict(bias=x), "bias must be a number") for x in (math.nan, 10**400, None)),
     ],
 )
 def test_cascade_bad_files_are_named(changes, words, tmp_path):
-    """One line with file and field."""
+    """One line with file and field; integers are numbers."""
+    path = cascade_file(tmp_path, threshold=1, bias=0, weights=[2, 1, 0])
+    gate = CASCADE.read_gate(G.parse_args(["x", "--cascade", str(path)]))
+    assert (gate.threshold, gate.bias, gate.weights) == (1, 0, (2, 1, 0))
     path = cascade_file(tmp_path, **changes)
     done = run_generate("x", "--cascade", str(path))
     assert done.code == 2 and done.err.count("\n") == 1
@@ -11387,6 +11459,35 @@ def test_cascade_of_the_command_line_keeps_what_the_scorer_trusts(tmp_path):
     for threshold, text in ((want - 1e-3, small["text"]), (want + 1e-3, large["text"])):
         on = generated(f"{flags} --cascade {path} --cascade-threshold {threshold}", prompt)
         assert on["out"] == prompt + text + "\n"
+
+
+def test_cascade_prompt_that_the_small_context_does_not_hold(tmp_path):
+    """The large model answers; one that neither holds is refused."""
+    shutil.copytree(DRAFT, tmp_path / "short")
+    config = json.loads((tmp_path / "short/config.json").read_text())
+    config["max_position_embeddings"] = 8
+    (tmp_path / "short/config.json").write_text(json.dumps(config))
+    flags, prompt = "--temperature 0 --max-new-tokens 4", "x = [1, 2, 3, 4, 5, 6, 7"
+    cascade = f"--cascade {tmp_path / 'short'} --cascade-threshold 0"
+    assert generated(f"{flags} {cascade}", prompt) == generated(flags, prompt)
+    done = run_generate(prompt * 200, *f"{flags} {cascade}".split())
+    assert done.code == 2 and "the model's context" in done.err and "is 512" in done.err
+
+
+def test_cascade_answers_of_experts_and_of_damaged_weights(tmp_path):
+    """The cost counts the experts that a token reads; logits that are not finite are refused."""
+    moe = REPO / "checkpoints/moe"
+    with torch.inference_mode():
+        answers = CASCADE.answer_all(moe, ["x ="], 1)
+        model = HF.load_checkpoint(moe)
+        size = sum(p.nbytes for p in model.parameters())
+        assert answers.weight_bytes == G.weight_bytes(model) < 0.7 * size
+        shutil.copytree(DRAFT, tmp_path / "bad")
+        model = HF.load_checkpoint(DRAFT)
+        model.norm.weight.fill_(math.nan)
+        HF.save_checkpoint(model, tmp_path / "bad")
+        with pytest.raises(ValueError, match="bad: .*finite"):
+            CASCADE.answer_all(tmp_path / "bad", ["x ="], 1)
 
 
 @pytest.mark.slow
@@ -11414,7 +11515,7 @@ def test_cascade_is_fitted_to_held_out_text(tmp_path, capsys):
         assert "accuracy" in capsys.readouterr().out
     for more, words in (
         (["--target", "2"], "--target"),
-        (["--n", "0"], "--n"),
+        (["--n", "1"], "--n must be 2 or more"),
         (["--prompts", "/dev/null/x"], "/dev/null/x"),
         (["--out", "/dev/null/x"], "/dev/null"),
     ):
@@ -15291,11 +15392,30 @@ def test_cascade_server_of_another_tokenizer_shares_text_only():
         long = body | dict(prompt="x = [1, 2" * 9)
         want = http_reference(long["prompt"], temperature=0, max_new_tokens=6)[0].text
         assert http_post(url, "/v1/completions", long).json()["choices"][0]["text"] == want
+        for ids, status in (([9, 9], 200), ([1, 4096], 400)):  # no text has them
+            got = http_post(url, "/v1/completions", body | dict(prompt=ids))
+            assert got.status_code == status, got.text
+        biased = http_post(url, "/v1/completions", body | dict(logit_bias={"65": 100})).json()
+        want = http_reference(body["prompt"], temperature=0, max_new_tokens=6, logit_bias={65: 100})
+        assert biased["choices"][0]["text"] == want[0].text
         messages = [dict(role="user", content="hi")]
         chat = dict(messages=messages, temperature=0, max_tokens=6)
         got = http_post(url, "/v1/chat/completions", chat).json()["choices"][0]["message"]
         want = http_reference(messages, True, temperature=0, max_new_tokens=6)[0].text
         assert got["content"] == want and server.engine.n_small == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_cascade_server_small_model_has_the_time_of_the_request(stream):
+    """A call ends at its deadline, also while the small model answers; that leaves nothing."""
+    body = CASCADE_BODIES[0] | dict(max_tokens=200, ignore_eos=True, stream=stream)
+    with cascade_server(0.999, request_timeout=0.3) as (server, url, small):
+        step = small.engine.step
+        small.engine.step = lambda: (time.sleep(0.02), step())[1]
+        got = http_post(url, "/v1/completions", body)
+        assert got.status_code == 504 and "took too long" in got.text
+        wait_until(lambda: not small.engine.unfinished)
+        assert not server.engine.large.engine.stats()["tokens_new"]
 
 
 def test_server_metrics_count_what_ran():
@@ -16648,6 +16768,38 @@ def test_programs_stream_of_a_failed_text_has_its_complete_pieces():
     asyncio.run(main())
 
 
+def test_programs_stream_fails_with_its_first_error():
+    """And a Value with that of its first input that has failed, in the order of the inputs."""
+
+    async def main():
+        p = bare_program()
+        stream, items = VALUES.Stream(p, p.value("")), [VALUES.Value(p) for _ in range(9)]
+        for i, item in enumerate(items):
+            stream.put((i,), item)
+        stream.end()
+        for i, item in enumerate(reversed(items)):
+            item.resolve(error=f"error {i}")
+        assert stream.error == "error 0"
+        assert VALUES.Value(p).compute_from(items).error == "error 8"
+
+    asyncio.run(main())
+
+
+def test_programs_stage_made_by_a_stage_has_each_item_once():
+    """A function of `map` adds a stage to the same Stream, at its first item."""
+
+    async def main():
+        p, inner = bare_program(), []
+        stream = VALUES.Stream(p, p.value(""))
+        outer = stream.map(lambda x: (inner or inner.append(stream.map(lambda y: y)), x)[1])
+        for i, text in enumerate("ab"):
+            stream.put((i,), p.value(text))
+        stream.end()
+        assert await inner[0] == await outer == ["a", "b"]
+
+    asyncio.run(main())
+
+
 def test_programs_infer_objectives():
     """Map and reduce: the outline and the reduction have the latency objective, the map stage is
     one group for throughput, a call that nobody awaits has it too; once one of the stage is left,
@@ -16881,7 +17033,7 @@ PROGRAMS_BAD = {  # a call, and what its error says
     "one choice": (lambda p: p.select("x", ["a"]), "two or more different texts, not .'a'."),
     "equal choices": (lambda p: p.select("x", ["a", "a"]), "different texts"),
     "empty choice": (lambda p: p.state("x").select(["a", ""]), "different texts"),
-    "empty separator": (lambda p: p.call("x").lines(""), "separator must be a text, and not empty"),
+    "empty separator": (lambda p: p.call("x").lines(""), "separator must be a non-empty text"),
     "no separator": (lambda p: p.call("x").lines().lines(None), "separator must be .* not None"),
 }  # fmt: skip
 REFUSED |= {
@@ -27763,7 +27915,9 @@ x --early-exit half                         | --early-exit A:B share 'half'
 x --early-exit 6:3 --set exit_ramps=4       | --early-exit 6:3 exit_ramps
 x --early-exit 0.9 --set exit_ramps=4,2     | --set exit_ramps rising 4,2
 x --early-exit 0.9 --set exit_ramps=0       | --set exit_ramps 1 0
-x --early-exit 0.9 --set exit_ramps=6       | --set exit_ramps 5 6
+x --early-exit 0.9 --set exit_ramps=00      | --set exit_ramps 1 00
+x --early-exit 0.9 --set exit_ramps=6       | --set exit_ramps 6 of
+x --early-exit 0.9 --set calibration_text=/dev/null | --set calibration_text /dev/null empty
 x --set exit_ramps=3                        | --set exit_ramps requires --early-exit
 x --early-exit 0.9 --set calibration_text=/nowhere | --set calibration_text /nowhere
 x --regex (a                                | --regex cannot be compiled

@@ -16,11 +16,13 @@ import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 
 from huggingface.tokenizer import Continuation
+from model import Transformer
 
 
 def measure_bandwidth(device: torch.device) -> float:
@@ -39,6 +41,26 @@ def measure_bandwidth(device: torch.device) -> float:
             synchronize(device)
             best = max(best, moved * repeats / (time.perf_counter() - start))
     return best
+
+
+def weight_bytes(model: Transformer, batch: int = 1) -> int:
+    """Bytes of weights that a decode step reads: all matmul weights (of the experts, the expected
+    share that is used by at least one of the `batch` rows if routing is uniform) and one embedding
+    row per batch row, without the MTP layers."""
+    c, total = model.config, 0.0
+    # not head.weight, which a quantized layer would dequantize
+    embed, head = (getattr(m, "_parameters", {}).get("weight") for m in (model.embed, model.head))
+    for name, p in chain(model.named_parameters(), model.named_buffers()):
+        if name.startswith("mtp.") or name.endswith(".expert_bias"):
+            continue
+        if p is embed and head is not embed:
+            total += batch * p[0].nbytes
+        elif p.dim() == 3:
+            E = len(model.get_submodule(name.rpartition(".w_")[0]).router)
+            total += p.nbytes * (1 - (1 - c.n_experts_per_token / E) ** batch)
+        else:
+            total += p.nbytes
+    return round(total)
 
 
 def synchronize(device: torch.device) -> None:

@@ -11,27 +11,26 @@ the large model answers alone and the small one is not asked, at 0 the large one
 
 The scorer is a logistic regression on the mean and the minimum of the answer's log-probabilities
 and the logarithm of its length (Platt scaling, with two more features: a text is wrong at its least
-likely token). It is calibrated, so a threshold means what it says; `main` prints the expected
-calibration error as HELM does (arXiv:2211.09110): the mean over 10 bins of equally many answers of
-|share of right answers - mean confidence|. Without a file the confidence is exp(mean), the
+likely token). It is calibrated: of answers with confidence 0.8 about 80% are right. `main` prints
+HELM's expected calibration error (arXiv:2211.09110): the mean over 10 bins of equally many answers
+of |share of right answers - mean confidence|. Without a file the confidence is exp(mean), the
 geometric mean of the probabilities, which is not calibrated.
 
-`main` fits scorer and threshold on every other prompt, and reports the rest. Right means equal to
-the large model's answer (then quality rises with the threshold from the small model's to 1), or,
-with --prompts, equal to a given answer (then it may also fall: the small model is sometimes right
-alone). The threshold is the lowest that reaches the target, which is the cheapest: cost is weights
-read per token, as a share of the large model's; decoding is bound by that.
+`main` fits scorer and threshold on every other prompt, and reports the rest. An answer is right if
+it equals the large model's (quality then rises with the threshold, up to 1), or, with --prompts,
+the given one (quality may then fall: sometimes only the small model is right). Of the thresholds
+that reach the target `main` takes the cheapest. Cost is the weights read per token, which bound
+decoding, as a share of the large model's.
 
-CompletionCache is FrugalGPT's other half, for a server: completions by their exact prompt and
-parameters, least recently used out. Similar prompts are not matched: a wrong hit is a wrong answer.
+CompletionCache is FrugalGPT's other half, for a server: an LRU cache of completions by their exact
+prompt and parameters. Similar prompts are not matched: a wrong hit is a wrong answer.
 
-When it loses: every answer sent on has been computed twice, and its first token is late by the
-small model's whole answer. With costs s and 1 a share 1 - s of answers or more must be kept to gain
-anything, so the models must be far apart, and the small one often right. Of checkpoints/draft and
-small, s is 0.23, and of continuations by 4 tokens a third agree: at 94% agreement three in four
-prompts are sent on and nothing is gained, and more agreement costs more than the large model alone,
-which `main` then recommends. Speculation (--speculate draft) with the same two models keeps the
-large one's text.
+When it loses: an answer sent on is computed twice, and its first token is late by the small model's
+whole answer. If the small model costs a share s of the large one, more than s of its answers must
+be kept to gain anything: it must be far smaller, and often right. For checkpoints/draft and small s
+is 0.23, and a third of continuations by 4 tokens agree: at 94% agreement three in four prompts are
+sent on and nothing is gained; for more, `main` recommends threshold 1. Speculation (--speculate
+draft) with the same two models keeps the large one's text.
 
 Equivalence (test_all.py): threshold 1 is the large model token for token, threshold 0 the small
 one; on held-out text agreement and cost rise with the threshold. Needs: huggingface/.
@@ -78,8 +77,8 @@ def features(logprobs: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Gate:
-    """What keeps an answer of the small model or sends its prompt on. weights, bias: of the scorer;
-    without, the confidence is exp(mean log-probability)."""
+    """Decides whether an answer of the small model is kept or the large model answers. weights,
+    bias: of the scorer; without, the confidence is exp(mean log-probability)."""
 
     small: str  # the folder of the small model
     threshold: float
@@ -92,7 +91,7 @@ class Gate:
         if not self.weights:
             return math.exp(x[0])
         score = self.bias + sum(w * f for w, f in zip(self.weights, x))
-        return 1 / (1 + math.exp(-max(-500.0, min(500.0, score))))
+        return 1 / (1 + math.exp(-max(-500.0, min(score, 500.0))))  # 0 if it is NaN
 
     @property
     def asks_small(self) -> bool:
@@ -107,7 +106,7 @@ def fit_scorer(x: Tensor, right: Tensor) -> tuple[tuple[float, ...], float]:
     """Weights and bias of a ridge logistic regression of right (N,) on features x (N, 3), in
     float64."""
     x, right = x.double(), right.double()
-    mean, std = x.mean(0), x.std(0).clamp(min=1e-6)
+    mean, std = x.mean(0), x.std(0, correction=0).clamp(min=1e-6)
     z = F.pad((x - mean) / std, (0, 1), value=1.0)
     w, eye = z.new_zeros(z.shape[1]), torch.eye(z.shape[1], dtype=z.dtype)
     for _ in range(100):  # Newton's method, with bounded steps
@@ -174,8 +173,7 @@ def choose_threshold(points: Sequence[Point], target: float) -> Point:
 
 
 class CompletionCache:
-    """Completions by their exact prompt and parameters: the least recently used leave when there
-    are more than max_size tokens."""
+    """Completions by key, max_size tokens at most: the least recently used are evicted."""
 
     def __init__(self, max_size: int = 2**18):
         self.max_size, self.size, self.hits, self.misses = max_size, 0, 0, 0
@@ -215,21 +213,20 @@ def read_gate(args: GenerateConfig) -> Gate:
         return Gate(str(path), threshold)
     if not path.is_file():
         raise ValueError(f"--cascade {path}: neither a model's folder nor a file")
-    found = read_json(path)
-    kinds = dict(small=str, large=str, threshold=float, weights=list, bias=float)
-    for name, kind in kinds.items():
-        if not isinstance(found.get(name), kind):
-            raise ValueError(f"{path}: {name} must be a {kind.__name__}, not {found.get(name)!r}")
-    weights = found["weights"]
-    numbers = [found["threshold"], found["bias"], *weights]
-    if not all(isinstance(w, float) and math.isfinite(w) for w in numbers) or not (
-        len(weights) == len(FEATURES) and 0 <= found["threshold"] <= 1
-    ):
-        raise ValueError(f"{path}: weights must be {len(FEATURES)} numbers, threshold from 0 to 1")
+    found, n, is_text = read_json(path), len(FEATURES), lambda x: isinstance(x, str)
+    is_number = lambda x: type(x) in (int, float) and abs(x) < 1e300
+    are_weights = lambda x: isinstance(x, list) and len(x) == n and all(map(is_number, x))
+    for name, is_valid, wanted in (
+        ("small", is_text, "a folder"), ("large", is_text, "a folder"),
+        ("threshold", lambda x: is_number(x) and 0 <= x <= 1, "a number from 0 to 1"),
+        ("weights", are_weights, f"{n} numbers"), ("bias", is_number, "a number"),
+    ):  # fmt: skip
+        if not is_valid(found.get(name)):
+            raise ValueError(f"{path}: {name} must be {wanted}, not {found.get(name)!r}")
     if Path(found["large"]) != args.checkpoint.resolve():
         raise ValueError(f"{path}: was fitted for --checkpoint {found['large']}; fit it for yours")
     threshold = found["threshold"] if threshold is None else threshold
-    return Gate(found["small"], threshold, tuple(weights), found["bias"])
+    return Gate(found["small"], threshold, tuple(found["weights"]), found["bias"])
 
 
 def small_args(args: GenerateConfig, gate: Gate) -> GenerateConfig:
@@ -250,20 +247,25 @@ PROMPT_CHARACTERS = 240
 
 
 def text_prompts(text: str, n: int) -> list[str]:
-    """n prompts, evenly spaced in a text, each of whole lines but for its last, which ends before a
-    space."""
+    """Up to n different prompts, evenly spaced in a text, from a line's start to before a space."""
     prompts = []
     for i in range(n):
         start = text.find("\n", i * max(0, len(text) - 2 * PROMPT_CHARACTERS) // n) + 1
         prompts.append(text[start : start + PROMPT_CHARACTERS].rpartition(" ")[0].rstrip())
-    return [prompt for prompt in prompts if prompt]
+    return list(dict.fromkeys(filter(None, prompts)))
 
 
-def answer_all(
-    folder: Path, prompts: Sequence[str], max_new_tokens: int
-) -> tuple[list[str], list[list[float]], int]:
-    """Greedy answers to all prompts, up to the end of the line; the log-probabilities of their
-    tokens; the bytes of the model's weights."""
+class Answers(NamedTuple):
+    """A model's answers to all prompts."""
+
+    texts: list[str]
+    logprobs: list[list[float]]  # of the tokens of each
+    weight_bytes: int  # that a token reads
+
+
+def answer_all(folder: Path, prompts: Sequence[str], max_new_tokens: int) -> Answers:
+    """Greedy answers, up to the end of the line."""
+    from generation.bench import weight_bytes
     from generation.load import load, pick_device
     from huggingface.tokenizer import eos_ids
     from paged_kv import SamplingParams
@@ -275,15 +277,14 @@ def answer_all(
     service = Service(model, tokenizer, eos, num_blocks=blocks)
     params = SamplingParams(0.0, max_new_tokens=max_new_tokens, stop=("\n",), logprobs=0)
     requests = [Request(str(i), i, tokenizer.encode(p), params) for i, p in enumerate(prompts)]
-    outputs = []
-    for request in requests:
-        service.add(request)
-        outputs.append(service.engine.outputs[request])
+    outputs = [*map(service.add, requests)]
     while service.engine.unfinished:
-        service.engine.step()
+        service.step()
+    if errors := [output.error for output in outputs if output.error is not None]:
+        raise ValueError(f"{folder}: {errors[0]}")
     texts = [request.samples[0].text for request in requests]
     logprobs = [[entry[0] for entry in output.logprobs] for output in outputs]
-    return texts, logprobs, sum(p.nbytes for p in model.parameters())
+    return Answers(texts, logprobs, weight_bytes(model))
 
 
 def print_points(points: Sequence[Point], quality: str) -> None:
@@ -332,35 +333,34 @@ def main(argv: Sequence[str] | None = None) -> None:
 def fit(args: argparse.Namespace) -> None:
     """main, with its flags. ValueError names the flag or the file."""
     prompts, expected = read_data(args)
-    small_texts, logprobs, small_bytes = answer_all(args.small, prompts, args.max_new_tokens)
-    large_texts, _, large_bytes = answer_all(args.large, prompts, args.max_new_tokens)
-    is_right = lambda texts: torch.tensor(
-        [a.strip() == b.strip() for a, b in zip(texts, expected or large_texts, strict=True)]
+    small, large = (answer_all(f, prompts, args.max_new_tokens) for f in (args.small, args.large))
+    is_right = lambda answers: torch.tensor(
+        [a.strip() == b.strip() for a, b in zip(answers.texts, expected or large.texts)]
     )
-    right, large_right = is_right(small_texts), is_right(large_texts)
-    x = torch.tensor([*map(features, logprobs)], dtype=torch.float64)
-    weights, bias = fit_scorer(x[::2], right[::2])
-    gate = Gate(str(args.small.resolve()), 1.0, weights, bias)
-    confidences = torch.tensor([*map(gate.confidence, logprobs)], dtype=torch.float64)
-    small_cost = small_bytes / large_bytes
+    right, large_right = is_right(small), is_right(large)
+    x = torch.tensor([*map(features, small.logprobs)], dtype=torch.float64)
+    gate = Gate(str(args.small.resolve()), 1.0, *fit_scorer(x[::2], right[::2]))
+    of = lambda g: torch.tensor([*map(g.confidence, small.logprobs)], dtype=torch.float64)
+    confidences, raw = of(gate), of(Gate("", 1.0))
+    data, cost = (confidences, right, large_right), small.weight_bytes / large.weight_bytes
+    # first 0: the prompts that the cascade is fitted to; 1: the rest
+    sweep_half = lambda first, thresholds: sweep(*(t[first::2] for t in data), cost, thresholds)
     every = [0.0, *sorted(set(confidences[::2].tolist())), 1.0]
-    fitted = sweep(confidences[::2], right[::2], large_right[::2], small_cost, every)
-    chosen = choose_threshold(fitted, args.target)
-    rest = confidences[1::2], right[1::2], large_right[1::2], small_cost
+    threshold = choose_threshold(sweep_half(0, every), args.target).threshold
+    points = sweep_half(1, [*(i / 10 for i in range(10)), 0.95, 1.0])
+    (held_out,) = sweep_half(1, [threshold])
     quality = "accuracy" if expected else "agreement"
-    points = sweep(*rest, [*(i / 10 for i in range(10)), 0.95, 1.0])
     print_points(points, quality)
     print(f"threshold for {args.target:.0%}, on prompts that it was not fitted to:")
-    print_points((point := sweep(*rest, [chosen.threshold])), quality)
-    raw = torch.tensor([Gate("", 1.0).confidence(entry) for entry in logprobs])[1::2]
-    errors = [expected_calibration_error(c, right[1::2]) for c in (raw, confidences[1::2])]
+    print_points([held_out], quality)
+    errors = [expected_calibration_error(c[1::2], right[1::2]) for c in (raw, confidences)]
     print("expected calibration error: exp(mean) {:.3f}, scorer {:.3f}".format(*errors))
     if args.plot is not None:
         plot(points, quality, args.plot)
     if args.out is not None:
-        found = asdict(replace(gate, threshold=chosen.threshold))
+        found = asdict(replace(gate, threshold=threshold))
         found |= {"large": str(args.large.resolve()), "target": args.target, "measure": quality}
-        found |= {"held_out": point[0]._asdict(), "expected_calibration_error": errors[1]}
+        found |= {"held_out": held_out._asdict(), "expected_calibration_error": errors[1]}
         text = json.dumps(found, indent=1) + "\n"
         write_atomically(args.out, lambda tmp: tmp.write_text(text, encoding="utf-8"))
 
@@ -371,9 +371,9 @@ def read_data(args: argparse.Namespace) -> tuple[list[str], list[str]]:
 
     if not 0 < args.target <= 1:
         raise ValueError(f"--target must be more than 0, and 1 at most, not {args.target}")
-    for name in ("n", "max_new_tokens"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be 1 or more")
+    for flag, value, least in (("n", args.n, 2), ("max-new-tokens", args.max_new_tokens, 1)):
+        if value < least:
+            raise ValueError(f"--{flag} must be {least} or more, not {value}")
     if args.plot is not None:
         from training.metrics import pyplot
 
@@ -390,7 +390,7 @@ def read_data(args: argparse.Namespace) -> tuple[list[str], list[str]]:
     text = "\n".join(t for name, t in docs if args.data is not None or is_validation(name))
     prompts = text_prompts(text, args.n)
     if len(prompts) < 2:
-        raise ValueError(f"--data {args.data}: too short for two prompts")
+        raise ValueError(f"--data {args.data}: too short for two different prompts")
     return prompts, []
 
 

@@ -14,6 +14,7 @@ import json
 import math
 import re
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -464,11 +465,11 @@ def parse_slo(text: str) -> tuple[float, float]:
 
 def parse_exits(args: GenerateConfig) -> tuple[tuple[int, int] | float | None, list[int]]:
     """--early-exit, as (A, B) layers or a share, and exit_ramps. ValueError names the setting."""
-    text, ramps = args.early_exit, args.exit_ramps.split(",") if args.exit_ramps else []
-    if not all(map(str.isdecimal, ramps)) or sorted(set(map(int, ramps))) != [*map(int, ramps)]:
-        raise ValueError(f"--set exit_ramps must be rising numbers A,B,..., not {args.exit_ramps}")
-    if "0" in ramps:
-        raise ValueError("--set exit_ramps must be 1 or more, not 0")
+    text, given = args.early_exit, args.exit_ramps.split(",") if args.exit_ramps else []
+    ramps = [int(x) if x.isdecimal() else 0 for x in given]
+    if any(a >= b for a, b in pairwise([0, *ramps])):
+        wanted = "numbers A,B,..., 1 or more and rising"
+        raise ValueError(f"--set exit_ramps must be {wanted}, not {args.exit_ramps}")
     if text is None:
         return None, []
     if match := re.fullmatch(r"([1-9]\d{0,8}):([1-9]\d{0,8})", text):
@@ -483,7 +484,7 @@ def parse_exits(args: GenerateConfig) -> tuple[tuple[int, int] | float | None, l
         share = math.nan
     if not 0 < share <= 1:
         raise ValueError(f"--early-exit must be A:B layers, A >= B, or a share to 1, not {text!r}")
-    return share, [*map(int, ramps)]
+    return share, ramps
 
 
 def parse_folders(flag: str, text: str) -> list[tuple[str, Path]]:

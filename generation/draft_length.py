@@ -10,9 +10,9 @@ forget(row):
                  arXiv:2406.14066). TreeGoodput: the same for the size and shape of a draft tree
     Confidence   drafts until the draft model is not confident of them (LLMCad, arXiv:2309.04255)
 
-Goodput sees how costs change with the batch, and Confidence which tokens are easy: it drafts many
-where a text is predictable and few where not. It loses in a large batch, whose steps are
-compute-bound, and where a draft costs half of a step: it does not measure costs. Equivalence
+Goodput measures how costs change with the batch. Confidence sees which tokens are easy: it drafts
+many where a text is predictable and few where not. It does not measure costs, and loses in a large
+batch, whose steps are compute-bound, and where a draft costs half of a step. Equivalence
 (test_all.py): no policy changes the text; Goodput is near the best fixed k of simulated conditions;
 Confidence runs the target less often than the best fixed k, if a draft costs a quarter of a step.
 Needs: speculative.py's Tree.
@@ -51,13 +51,13 @@ class FixedK:
 
 
 class Confidence(FixedK):
-    """Drafts while they are likely to be accepted (LLMCad, arXiv:2309.04255): a row's drafts end,
-    at most k, with the one that takes the product of their probabilities in the draft model below
-    the row's threshold. Verification adapts that: a rejected draft raises it, a step without one
-    lowers it, which keeps about one step in five free of rejected drafts.
+    """Drafts while they are likely to be accepted (LLMCad, arXiv:2309.04255), at most k: the last
+    draft of a row is the one with which the product of their probabilities in the draft model falls
+    below the row's threshold. A step with a rejected draft raises the threshold, one without lowers
+    it, so that about one step in five has no rejected draft.
 
-    Sampled drafts stay exact, since the draft that ends them is verified too: left out because of
-    its own probability, those that remain would not be samples of q.
+    The last draft is verified too. Without it, sampled drafts would be those that were likely, not
+    samples of q, and verification would not be exact.
     """
 
     INITIAL, ACCEPTED, REJECTED = 0.2, 0.5, 1.2  # threshold, and what it is multiplied by
@@ -85,7 +85,7 @@ class Confidence(FixedK):
 
 class LatencyModel:
     """Predicts seconds from a size: medians of recent measurements in bins of size, interpolated
-    linearly."""
+    linearly, with slopes of 0 or more."""
 
     def __init__(self):
         self.bins: dict[int, deque[tuple[int, float]]] = {}  # bins are 1/8 of the size wide
@@ -151,7 +151,7 @@ class Goodput:
         if not rows or not self.max_k or not self.step_latency:
             return none  # measure a step without drafts first
         ks = self._best(rows)
-        if not self.draft_latency:  # draft latency was not measured yet
+        if not self.draft_latency:  # measure one draft first
             ks = [min(k, 1) for k in ks]
         if not any(ks):
             self.last_plain = self.steps
@@ -160,10 +160,10 @@ class Goodput:
             return none
         idle = [i for i, k in enumerate(ks) if k == 0]
         if idle:
-            now, more = self.step_latency.predict([len(rows), len(rows) + 1])
-            more += 0.0 if any(ks) else self.draft_latency.predict([1])[0]
-            hopeless = (len(rows) + 1) * now <= len(rows) * more  # even if all were accepted
-            interval = max(3, (more / max(now, 1e-9) - 1) / self.TRIAL_COST)
+            plain, trial = self.step_latency.predict([len(rows), len(rows) + 1])
+            trial += 0.0 if any(ks) else self.draft_latency.predict([1])[0]
+            hopeless = (len(rows) + 1) * plain <= len(rows) * trial  # even if all were accepted
+            interval = max(3, (trial / max(plain, 1e-9) - 1) / self.TRIAL_COST)
             interval = self.PLAIN_INTERVAL if hopeless else interval
             if self.steps - self.last_trial > interval:
                 i = min(idle, key=lambda i: self.last_trials.get(rows[i], 0))
@@ -187,9 +187,9 @@ class Goodput:
             verified = min(n + 1, k)  # drafts after a rejected one were not verified
             if verified:
                 decay = 0.5 ** (verified / self.HALF_LIFE)
-                hits, tries, _ = self.counts.pop(row, (0.0, 0.0, False))
+                hits, tries, _ = self.counts.get(row, (0.0, 0.0, False))
                 self.counts[row] = hits * decay + n, tries * decay + verified, n == k
-                decay **= 1 / 8
+                decay **= 1 / 8  # 8 half-lives: all rows together change more slowly
                 self.total = self.total[0] * decay + n, self.total[1] * decay + verified
         if any(proposed):
             longest = max(proposed)
@@ -210,13 +210,13 @@ class Goodput:
     def _best(self, rows: Sequence[Row]) -> list[int]:
         """The k of each row with the highest expected tokens per second."""
         R, rates = len(rows), [self.rate(row) for row in rows]
-        values = sorted(
+        values = sorted(  # expected value, number and row of each possible draft
             ((a**i, i, r) for r, a in enumerate(rates) for i in range(1, self.max_k + 1)),
             reverse=True,
         )
         seconds = self.step_latency.predict(range(R, R + len(values) + 1))
         draft = self.draft_latency.predict(range(R + 1))
-        best, limit, found = R / max(seconds[0], 1e-9), (0, 0), [0] * R
+        best, (best_k, best_n), ks = R / max(seconds[0], 1e-9), (0, 0), [0] * R
         # drafting time is proportional to the largest k
         candidates = range(1, self.max_k + 1)
         if R > 8:
@@ -229,11 +229,10 @@ class Goodput:
                     drafting = largest * draft[-(-n // largest)]
                     speed = tokens / max(seconds[n] + drafting, 1e-9)
                     if speed > best:
-                        best, limit = speed, (largest, n)
-        largest, n = limit
-        for _, _, r in [x for x in values if x[1] <= largest][:n]:
-            found[r] += 1
-        return found
+                        best, best_k, best_n = speed, largest, n
+        for _, _, r in [x for x in values if x[1] <= best_k][:best_n]:
+            ks[r] += 1
+        return ks
 
 
 class TreeGoodput(Goodput):

@@ -14,19 +14,18 @@ knew of neither, keeping the first is better from 4 of 6 layers on and equal bel
 
 RampExits is Apparate (arXiv:2312.05385). A ramp after a layer predicts the token; if it is
 confident (the probability of its most likely token is at least the ramp's threshold), the token is
-released at once. The full model still computes the rest, to learn whether it would have said the
-same: thresholds are tuned from that, with no held-out data, and follow the text as it drifts. For a
-decoder this costs little latency and keeps the cache exact: the hidden states of released tokens
-wait at their ramp, and the next token that does not exit takes them along through the remaining
-layers, whose weights are read once for all (the parallel catch-up of FREE, arXiv:2310.05424). The
-arithmetic is that of the full model, and so are the keys and values of the text; only released
-tokens may differ, and a text that differs is continued as it is: speculation (--speculate exit)
-with irrevocable drafts, which can be streamed as soon as they exist.
+released at once. The full model still computes the rest, and its own prediction is the feedback
+from which thresholds are tuned: with no held-out data, and as the text drifts. For a decoder this
+costs little latency and keeps the cache exact: the hidden states of released tokens wait at their
+ramp, and the next token that does not exit takes them along through the remaining layers, whose
+weights are read once for all (the parallel catch-up of FREE, arXiv:2310.05424). So the keys and
+values are the full model's for the text as it is. Only released tokens may differ from what it
+predicts, and they are not taken back: speculation (--speculate exit) with irrevocable drafts.
 
 ExitThresholds promises more than an average: of every WINDOW consecutive tokens at most
 (1 - target) * WINDOW differ from the full model's most likely token. A token is released only if
-that holds even if all released tokens without feedback prove wrong. Within it, a threshold is the
-lowest that would have kept the ramp's errors in the window, and one more, below the budget.
+that holds even if all released tokens without feedback prove wrong. Within this budget a ramp's
+threshold is the lowest at which its errors in the last WINDOW tokens, and one more, fit its part.
 
 A ramp is the model's final norm and head. With --calibration-text it gets an affine map before the
 head (the tuned lens, arXiv:2303.08112), here fitted by least squares to the full model's final
@@ -38,8 +37,8 @@ and a half layers (4096 tokens x 256; a layer has 0.7M parameters), so a ramp af
 release most tokens to pay, and at 99% agreement it releases one in six: RampExits is slower than
 the plain model there. It needs models whose layers are many times the head, trained with exits
 (LayerSkip, arXiv:2404.16710). DepthSchedule always saves its layers' time, but the agreement of a
-model not trained for it falls fast: 69% after 5 of 6 layers, 47% after 4. Rows of a batch release
-a token only together, so large batches release few.
+model not trained for it falls fast: 69% after 5 of 6 layers, 47% after 4. The rows of a batch exit
+together or not at all, so large batches exit rarely.
 
 Equivalence (test_all.py): a flat schedule of all layers is the full model bit for bit; a falling
 one equals the definition computed without a cache; target 1 gives the full model's text, any other
@@ -60,7 +59,7 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +67,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from generation.bench import weight_bytes
 from generation.config import SHIPPED, GenerateConfig
 from generation.cpu_decode import install_
 from generation.perplexity import read_text
@@ -107,9 +107,10 @@ class ExitSteps:
     """What both runners have in common: the methods that a Decoder calls, and counts."""
 
     def __init__(self, decoder: Any):
-        self.decoder, self.model = decoder, decoder.model
-        self.layer_bytes = [sum(p.nbytes for p in b.parameters()) for b in self.model.layers]
-        self.bytes_skipped = 0  # of the weights, in the last step
+        self.decoder, self.model, L = decoder, decoder.model, len(decoder.model.layers)
+        parts = (slice_layers(self.model, *p, stage=True) for p in pairwise(range(L + 1)))
+        self.layer_bytes = [weight_bytes(part, decoder.batch) for part in parts]
+        self.bytes_skipped = 0  # of the weights that a step reads, by the last step
         self.reset()
 
     def reset(self) -> None:
@@ -117,7 +118,7 @@ class ExitSteps:
         self.n_steps = self.n_layers = 0
 
     def observe(self, start: int, hidden: Tensor) -> None:
-        """Called with the prompt's hidden states, which no exit needs."""
+        """The prompt's hidden states, which no exit needs."""
 
     def start(self, ids: Sequence[int], first: list[int]) -> None:
         """After prefill by all layers: the prompt's ids and the first token of every row."""
@@ -137,15 +138,16 @@ class ExitSteps:
         raise NotImplementedError
 
     def agreement(self) -> float | None:
-        """The share of tokens that are the full model's; None if unknown."""
+        """The share of tokens that are the full model's; None if unknown. After a step or more."""
         raise NotImplementedError
 
     def summary(self) -> dict[str, Any]:
         """Under the keys that --json prints."""
-        layers, agreement = self.n_layers / max(1, self.n_steps), self.agreement()
+        L, agreement = len(self.model.layers), self.agreement() if self.n_steps else None
+        layers = self.n_layers / self.n_steps if self.n_steps else L
         return {
             "layers_per_step": round(layers, 3),
-            "layers_saved": round(1 - layers / len(self.model.layers), 4),
+            "layers_saved": round(1 - layers / L, 4),
             "agreement": None if agreement is None else round(agreement, 4),
         }
 
@@ -167,8 +169,8 @@ class DepthSchedule(ExitSteps):
         return self.models[depth](d.token, d.position, attend)[:, -1], depth
 
     def agreement(self) -> float | None:
-        """Of greedy text, computed by one forward pass of the full model."""
-        if "noise" in self.decoder.sampler.features:
+        """Of greedy text without penalties or biases, by one forward pass of the full model."""
+        if self.decoder.sampler.features != {"greedy", "temperature"}:
             return None
         tokens = torch.tensor(self.texts, device=self.decoder.token.device)
         expected = self.model(tokens[:, :-1]).argmax(-1)[:, self.n_prompt :]
@@ -182,7 +184,7 @@ class DepthSchedule(ExitSteps):
 
 class ExitThresholds:
     """The ramps' thresholds, tuned to a target: of each `window` consecutive tokens, at least
-    target * window are what the full model says."""
+    target * window are what the full model predicts."""
 
     def __init__(self, n_ramps: int, target: float, window: int = WINDOW):
         self.budget, self.window = 1 - target, window
@@ -207,29 +209,28 @@ class ExitThresholds:
             self.tune()
 
     def tune(self) -> None:
-        """Each ramp gets an equal part of the budget, of which one error is kept in reserve."""
+        """Each ramp gets an equal part of the budget, and keeps one error of it in reserve."""
         self.n_new = 0
         allowed = int(self.budget * len(self.records) / len(self.values) + 1e-9) - 1
         for i in range(len(self.values)):
             wrong = (ramps[i][0] for ramps, _ in self.records if not ramps[i][1])
             highest = [math.inf, *heapq.nlargest(allowed + 1, wrong)]
-            kept_out = highest[allowed + 1] if len(highest) > allowed + 1 else 0.0
-            self.values[i] = math.nextafter(kept_out, math.inf)
+            rejected = highest[allowed + 1] if len(highest) > allowed + 1 else 0.0
+            self.values[i] = math.nextafter(rejected, math.inf)
 
 
 @dataclass
-class Waiting:
-    """A token of every row between a ramp and its feedback: of each ramp so far the confidences
-    and predictions (B,), and the ramp that released it."""
+class OpenToken:
+    """A token of every row without feedback yet; confidences and predictions (B,) of each ramp."""
 
     ramps: list[tuple[list[float], list[int]]] = field(default_factory=list)
-    released: int | None = None
+    released: int | None = None  # at this ramp
 
 
 class RampExits(ExitSteps):
-    """Steps that end at the first ramp that is confident of all rows' tokens. waiting[i]: hidden
-    states (B, T, C) of tokens that have been run up to stage i; the layers of a stage run them
-    together with the first token that passes the ramp before it."""
+    """Steps that end at the first ramp that is confident of all rows' tokens. Ramps divide the
+    layers into stages. waiting[i]: hidden states (B, T, C) of tokens that were released before
+    stage i, which runs them together with the next token that reaches it."""
 
     def __init__(
         self,
@@ -242,9 +243,10 @@ class RampExits(ExitSteps):
         ends = [0, *depths, len(decoder.model.layers)]
         self.stages = [slice_layers(decoder.model, *p, stage=True) for p in pairwise(ends)]
         self.depths, self.thresholds = ends[1:], thresholds
-        self.maps = maps or [nn.Identity() for _ in depths]
+        self.maps = [*(maps or [nn.Identity() for _ in depths]), nn.Identity()]
         super().__init__(decoder)
-        self.head_bytes = sum(p.nbytes for p in self.model.head.parameters())
+        size = lambda module: sum(t.nbytes for t in chain(module.parameters(), module.buffers()))
+        self.head_bytes, self.map_bytes = size(self.model.head), [*map(size, self.maps)]
 
     def reset(self) -> None:
         super().reset()
@@ -253,39 +255,36 @@ class RampExits(ExitSteps):
     def start(self, ids: Sequence[int], first: list[int]) -> None:
         super().start(ids, first)
         self.waiting = [self.model.embed(self.decoder.token)[:, :0]] * len(self.stages)
-        self.open: list[Waiting] = []  # tokens without feedback, in order
+        self.open: list[OpenToken] = []  # in order; all but the newest have been released
 
     def step(self) -> tuple[Tensor, int]:
         d, at = self.decoder, self.decoder.num_cached
         attend, x = d.attention(d.cache, at + 1), self.model.embed(d.token)
-        self.open.append(Waiting())
+        self.open.append(OpenToken())
         for i, (stage, depth) in enumerate(zip(self.stages, self.depths)):
             x, self.waiting[i] = torch.cat((self.waiting[i], x), 1), self.waiting[i][:, :0]
             positions = torch.arange(at + 1 - x.shape[1], at + 1, device=x.device)
             x = stage(x, positions, attend)
-            last = i == len(self.maps)
-            logits = self.model.head(self.model.norm(x) if last else self.ramp(i, x))
-            if last:
-                self.feedback(logits)
-            elif self.leaves(i, logits):
+            logits = self.model.head(self.maps[i](self.model.norm(x)))
+            if stage is not self.stages[-1] and self.exits(i, logits):
                 self.waiting[i + 1] = torch.cat((self.waiting[i + 1], x), 1)
                 self.n_released += 1
                 break
-        self.bytes_skipped = sum(self.layer_bytes[depth:]) - i * self.head_bytes
+        else:
+            self.feedback(logits)
+        ramps = i * self.head_bytes + sum(self.map_bytes[: i + 1])
+        self.bytes_skipped = sum(self.layer_bytes[depth:]) - ramps
         return logits[:, -1], depth
 
-    def ramp(self, i: int, x: Tensor) -> Tensor:
-        """Hidden states (B, T, C) after stage i -> those that the head takes."""
-        return self.maps[i](self.model.norm(x))
-
-    def leaves(self, i: int, logits: Tensor) -> bool:
-        """Whether the last token leaves at ramp i. logits (B, T, V), of the last T open tokens."""
+    def exits(self, i: int, logits: Tensor) -> bool:
+        """Record the predictions of ramp i, logits (B, T, V) of the last T open tokens; whether the
+        newest exits there."""
         best, ids = logits.float().softmax(-1).max(-1)
         columns = zip(self.open[-best.shape[1] :], best.T.tolist(), ids.T.tolist())
         for token, confidences, predictions in columns:
             token.ramps.append((confidences, predictions))
-        confident = best[:, -1].min() >= self.thresholds.values[i]
-        n = len(self.open)  # all but the last have been released
+        confident = best[:, -1].min().item() >= self.thresholds.values[i]  # compared in float64
+        n = len(self.open)
         if confident and n <= MAX_WAITING and self.thresholds.allow(n * len(best)):
             self.open[-1].released = i
         return self.open[-1].released is not None
@@ -301,8 +300,7 @@ class RampExits(ExitSteps):
         self.open.clear()
 
     def agreement(self) -> float | None:
-        """Of the tokens that have passed all layers by now: most likely tokens, also of sampled
-        text."""
+        """Of the most likely tokens, also of sampled text, where all layers have run by now."""
         return self.n_agreed / self.n_compared if self.n_compared else None
 
     def summary(self) -> dict[str, Any]:
@@ -362,10 +360,12 @@ def build_early_exit(args: GenerateConfig, decoder: Any, tokenizer: Tokenizer) -
         return DepthSchedule(decoder, first, last, args.max_new_tokens - 1)
     depths = args.exit_ramps or [max(1, 2 * L // 3)]
     if depths[-1] >= L:
-        raise ValueError(f"--set exit_ramps must be from 1 to {L - 1}, not {depths[-1]}")
+        raise ValueError(f"--set exit_ramps: no ramp fits after layer {depths[-1]} of {L}")
     maps = ()
     if args.calibration_text is not None:
         text = read_text(args.calibration_text, "--set calibration_text")
+        if not text:
+            raise ValueError(f"--set calibration_text {args.calibration_text}: the file is empty")
         maps = fit_maps(model, depths, text_rows(tokenizer.encode(text), model))
     return RampExits(decoder, depths, ExitThresholds(len(depths), args.early_exit), maps)
 
@@ -413,10 +413,10 @@ def main(argv: Sequence[str]) -> None:
         for t in (0.0, 0.5, 0.8, 0.9, 0.95, 0.99):
             cells = []
             for column in columns:
-                left = [right for confidence, right in column if confidence >= t]
-                share, wrong = (n / len(column) for n in (len(left), len(left) - sum(left)))
-                cells.append(f"{share:.1%} {1 - wrong:.1%}".rjust(12))
-            print(f"{name}: left, agreement at {t}".ljust(32), *cells)
+                released = [right for confidence, right in column if confidence >= t]
+                n, n_wrong = len(released), len(released) - sum(released)
+                cells.append(f"{n / len(column):.1%} {1 - n_wrong / len(column):.1%}".rjust(12))
+            print(f"{name}: released, agreement at {t}".ljust(32), *cells)
 
 
 if __name__ == "__main__":

@@ -44,10 +44,11 @@ def stdin_is(kind: Callable[[int], bool]) -> bool:
 def prompt_ids(
     args: GenerateConfig, text: str, tokenizer: Tokenizer, config: ModelConfig
 ) -> list[int]:
-    """The prompt's token ids; ValueError if they do not fit the model."""
+    """The prompt's token ids; ValueError if there are none."""
     if args.prompt_tokens is not None:
-        n = args.prompt_tokens
-    elif args.chat:
+        rng = torch.Generator().manual_seed(0)
+        return torch.randint(config.vocab_size, (args.prompt_tokens,), generator=rng).tolist()
+    if args.chat:
         template = load_chat_template(args.checkpoint)
         if template is None:
             raise ValueError(f"--chat: {args.checkpoint} has no chat template; remove --chat")
@@ -55,18 +56,8 @@ def prompt_ids(
         messages = [] if system is None else [{"role": "system", "content": system}]
         messages.append({"role": "user", "content": text})
         ids = tokenizer.encode(template.render(messages), bos=False)
-        n = len(ids)
     else:
         ids = tokenizer.encode(text)
-        n = len(ids)
-    if n == 0:
+    if not ids:
         raise ValueError("the prompt has no tokens; give some text")
-    if n >= config.context:
-        raise ValueError(
-            f"the prompt has {n} tokens, but the model's context (max_position_embeddings in "
-            f"config.json) is {config.context}; shorten it"
-        )
-    if args.prompt_tokens is not None:
-        rng = torch.Generator().manual_seed(0)
-        ids = torch.randint(config.vocab_size, (n,), generator=rng).tolist()
     return ids

@@ -1,16 +1,15 @@
 """Texts that become known later: the dataflow of generation/programs.py, without an engine.
 
-A Value is known once it has a result or an error. It may have inputs, other Values: it starts when
-all are known and fails with the first that fails. A Stream is a list of Values that come one after
-the other, the pieces of a text that grows or what is computed from them, each with its ancestry:
-(2, 0) is the first piece of what became of the third. So pieces may end in any order, and what
-waits for the Stream gets them in order (ALTO, arXiv:2403.04311).
+A Value is known once it has a result or an error. Its inputs are other Values: it starts when all
+are known, and fails with the first that fails. A Stream is a list of Values that arrive one after
+the other: the pieces of a growing text, or what is computed from them. Each has a path: (2, 0) is
+the first piece of what was computed from the third piece. So items may end in any order, and the
+result has them in order of path (ALTO, arXiv:2403.04311).
 
-What is known is passed on at once, in the thread of the asyncio loop, and not by futures, which
-would take a turn of the loop for each value of a chain. A program is any object with `to_call`, the
-deque of who is to be told, `await_(value)`, called when a client waits, and `value(x)`, x as a
-Value. When it loses: `put` looks for cycles, in time that grows with what the new value waits for.
-
+A result is passed on at once, in the thread of the asyncio loop, and not by futures, which would
+take a turn of the loop for each value of a chain. A program is any object with `to_call`, a deque
+of callbacks (see Value.resolve), `await_(value)`, called when a client waits, and `value(x)`, x as
+a Value. When it loses: `put` looks for cycles, in time that grows with what the item waits for.
 Equivalence (test_all.py): a Stream's result == that of nested loops over the whole texts.
 """
 
@@ -32,7 +31,11 @@ class CallError(RuntimeError):
 
 def _check_separator(separator: Any) -> None:
     if not (isinstance(separator, str) and separator):
-        raise ValueError(f"lines: the separator must be a text, and not empty, not {separator!r}")
+        raise ValueError(f"lines: the separator must be a non-empty text, not {separator!r}")
+
+
+def _error_text(e: Exception) -> str:
+    return f"{type(e).__name__}: {' '.join(str(e).split())}"
 
 
 def as_text(result: Any) -> str:
@@ -56,7 +59,6 @@ class Value:
 
     @property
     def known(self) -> bool:
-        """Whether it has a result or an error."""
         return self.event.is_set()
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -78,28 +80,28 @@ class Value:
         return stream
 
     def compute_from(self, inputs: Sequence[Value]) -> Value:
-        """Start when these are known, or fail with the first that does."""
-        self.inputs, missing = [*inputs], {*inputs}
+        """Start when these are known, or fail with the first that fails."""
+        self.inputs, missing = [*inputs], dict.fromkeys(inputs)
 
         def input_known(value: Value) -> None:
-            missing.discard(value)
+            missing.pop(value)
             if value.error is not None:
                 self.resolve(error=value.error)
             elif not missing and not self.known:
                 self.start()
 
-        for value in {*inputs}:
+        for value in [*missing]:
             value.when_known(partial(input_known, value))
         if not inputs:
             self.start()
         return self
 
     def start(self) -> None:
-        """All inputs are known."""
+        """Called when all inputs are known."""
         try:
             self.resolve(self.f(*(value.result for value in self.inputs)))
         except Exception as e:
-            self.resolve(error=f"{type(e).__name__}: {' '.join(str(e).split())}")
+            self.resolve(error=_error_text(e))
 
     def grow(self, text: str) -> None:
         """Its text so far."""
@@ -115,7 +117,7 @@ class Value:
             self.on_known.append(f)
 
     def resolve(self, result: Any = None, error: str | None = None) -> None:
-        """Make it known, and tell who waits: from a queue, since chains may be long."""
+        """Make it known, and call who waits, from a queue: chains may be deeper than the stack."""
         if self.known:
             return
         self.result, self.error = result, error
@@ -136,7 +138,7 @@ class Stream(Value):
         super().__init__(program)
         self.source, self.inputs = source, [source]
         self.items: list[tuple[Path, Value]] = []  # in order of arrival
-        self.n_open, self.first_error = 1, None  # sources and items that have not ended
+        self.n_open, self.first_error = 1, None  # n_open: sources and items that have not ended
         self.on_item: list[Callable[[Path, Value], Any]] = []
         self.arrived = asyncio.Event()
 
@@ -147,8 +149,7 @@ class Stream(Value):
             try:
                 stage.put(path, self.program.value(f(item)))
             except Exception as e:
-                stage.n_open += 1
-                stage.end(f"{type(e).__name__}: {' '.join(str(e).split())}")
+                stage.first_error = stage.first_error or _error_text(e)
 
         return self._each(start)
 
@@ -187,14 +188,13 @@ class Stream(Value):
         self.inputs.append(item)
         self.n_open += 1
         self.arrived.set()
-        for f in self.on_item:
+        for f in [*self.on_item]:  # f may add a stage, which then has this item
             f(path, item)
         item.when_known(lambda: self.end(item.error))
 
     def split(self, separator: str, path: Path, value: Value) -> None:
         """Put the pieces of a value's text, now and as it grows."""
-        start = n = 0
-        self.n_open += 1
+        start, n, self.n_open = 0, 0, self.n_open + 1
 
         def read() -> None:
             nonlocal start, n
@@ -214,7 +214,7 @@ class Stream(Value):
 
     def end(self, error: str | None = None) -> None:
         """A source or an item has ended."""
-        self.first_error = self.first_error if error is None else error
+        self.first_error = self.first_error or error
         self.n_open -= 1
         if not self.n_open:
             items = sorted(self.items, key=lambda pair: pair[0])
@@ -234,7 +234,7 @@ def waits_for(value: Value) -> dict[Value, list[Value]]:
 
 def main() -> None:
     """The pieces of two texts that grow in turn == those of the whole texts."""
-    program = SimpleNamespace(to_call=deque(), await_=lambda value: None)
+    program = SimpleNamespace(to_call=deque())
     program.value = lambda x: Value(program, lambda: x).compute_from(())
     texts, growing = ["ab\nc\n", "d\n\nef"], [Value(program), Value(program)]
     pair = Stream(program, program.value(""))

@@ -1,20 +1,19 @@
 """The engines of `--serve --cascade`: a small model's and a large one's, called like one.
 
-A call goes to the small model first; once that has answered, its Gate (generation/cascade.py) keeps
-the answer or the large model gets the call. What the client sees is one stream: of the small model
-at once and complete, of the large one token by token. A call of several choices is kept if the gate
-keeps each. Completions are cached by their exact prompt and parameters, for all clients:
+A call goes to the small model first; once that has answered, the Gate (generation/cascade.py) keeps
+the answer, or the large model gets the call. The client sees one stream: the small model's answer
+at once and complete, the large model's token by token. An answer of several choices is kept if the
+gate keeps each. Completions are cached by their exact prompt and parameters, for all clients:
 greedy ones whatever their seed, sampled ones with theirs (random by default, so never found).
 
-The two models share text only. Prompts are encoded again for the small one, unless the tokenizers
-are equal; what text does not carry over goes to the large model alone: chats (whose template is the
-large model's) if the tokenizers differ, log-probabilities, echoed prompts. So does a prompt that
-the small model's context does not hold. An interrupted stream is continued by the model that wrote
-it. Latencies count from the arrival at the small model.
+The large model alone gets calls with log-probabilities or an echoed prompt, and those that the
+small model's context does not hold. If the tokenizers differ, the models share text only: prompts
+are encoded again for the small model, and what is not text goes to the large one alone: chats
+(whose template is the large model's), logit_bias, and token ids that no text has. An interrupted
+stream is continued by the model that wrote it. Latencies count from the arrival of the call.
 
 When it loses: see generation/cascade.py; a client that leaves is noticed when the small model has
-answered. Equivalence (test_all.py): threshold 1 is the large model's server, threshold 0 the small
-one's. Needs: serving/async_engine.py.
+answered. Equivalence (test_all.py): threshold 1 is the large model's server, 0 the small one's.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ if __name__ == "__main__":
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from generation.cascade import CompletionCache, Gate
-from huggingface.tokenizer import Tokenizer
 from paged_kv import Output
 from serving.async_engine import AsyncEngine, Progress, Stats, Stream
 from serving.batch import Request, Service
@@ -41,15 +40,14 @@ class CascadeEngine:
     def __init__(
         self, small: Service, gate: Gate, large: Service, on_step: Callable[[Stats], Any]
     ):
-        report = lambda stats: on_step(self.stats())
+        report = lambda _: on_step(self.stats())
         self.gate, self.cache, self.n_small = gate, CompletionCache(), 0
         self.small, self.large = AsyncEngine(small, report), AsyncEngine(large, report)
         self.engines = [self.small, self.large]
-        self.same_tokenizer = same_pieces(small.tokenizer, large.tokenizer)
+        pieces = lambda t: [*map(t.piece, range(t.vocab_size))]
+        self.same_tokenizer = pieces(small.tokenizer) == pieces(large.tokenizer)
         self.by_small: WeakSet[Request] = WeakSet()  # requests of the small model
-        # of a stream: its engine, None from the cache; the key of its completion
-        self.origins: WeakKeyDictionary[Stream, tuple[AsyncEngine | None, Hashable]]
-        self.origins = WeakKeyDictionary()
+        self.origins = WeakKeyDictionary()  # of a stream: engine (None: cached), key in the cache
 
     @property
     def n_waiting(self) -> int:
@@ -81,81 +79,81 @@ class CascadeEngine:
     ) -> Stream:
         """As AsyncEngine.submit; waits for the small model's answer, if that is asked."""
         if previous:
-            continued = [replace(output.id, samples={}) for output in previous]
-            is_small = previous[0].id in self.by_small
-            engine = self.small if is_small else self.large
-            self.by_small.update(continued if is_small else ())
-            return self._own(await engine.submit(continued, previous, prompt_logprobs), engine)
+            return await self._continue(previous, prompt_logprobs)
         key = cache_key(requests, prompt_logprobs)
         if (found := self.cache.get(key)) is not None:
-            return self._own(cached_stream(*found), None)
+            return self._track(cached_stream(*found), None)
         arrival = self.large.engine.clock()
         if self._fits_small(requests, prompt_logprobs):
             stream = await self._ask_small(requests)
             if stream is not None:
                 self.n_small += 1
-                return self._own(stream, self.small, key)
+                return self._track(stream, self.small, key)
         stream = await self.large.submit(requests, (), prompt_logprobs)
         for output in stream.outputs:
-            output.arrival_time = min(output.arrival_time, arrival)
-        return self._own(stream, self.large, key)
+            output.arrival_time = arrival
+        return self._track(stream, self.large, key)
+
+    async def _continue(self, previous: Sequence[Output], prompt_logprobs: int | None) -> Stream:
+        """An interrupted stream, by the model that wrote it."""
+        requests = [replace(output.id, samples={}) for output in previous]
+        engine = self.small if previous[0].id in self.by_small else self.large
+        self.by_small.update(requests if engine is self.small else ())
+        return self._track(await engine.submit(requests, previous, prompt_logprobs), engine)
 
     def close_stream(self, stream: Stream, then: Callable[[], Any] = lambda: None) -> None:
-        """As AsyncEngine.close_stream; a completion that is whole is cached."""
+        """As AsyncEngine.close_stream; a complete answer is cached."""
         engine, key = self.origins.pop(stream)
         if engine is None:
             then()
             return
-        whole = {p.finish_reason for p in stream.progress} <= {"eos", "stop", "length"}
-        if whole and stream.error is None and key is not None:
+        complete = {p.finish_reason for p in stream.progress} <= {"eos", "stop", "length"}
+        if complete and stream.error is None and key is not None:
             size = sum(len(r.ids) for r in stream.requests) + sum(p.tokens for p in stream.progress)
             self.cache.put(key, (stream.requests, stream.outputs, stream.progress), size)
         engine.close_stream(stream, then)
 
-    def _own(self, stream: Stream, engine: AsyncEngine | None, key: Hashable = None) -> Stream:
+    def _track(self, stream: Stream, engine: AsyncEngine | None, key: Hashable = None) -> Stream:
         self.origins[stream] = engine, key
         return stream
 
     def _fits_small(self, requests: Sequence[Request], prompt_logprobs: int | None) -> bool:
-        plain = prompt_logprobs is None and all(r.params.logprobs is None for r in requests)
-        same = self.same_tokenizer or all(r.continues for r in requests)
-        return plain and same and self.gate.asks_small
+        is_text = lambda r: self.same_tokenizer or r.continues and not r.params.logit_bias
+        fits = all(r.params.logprobs is None and is_text(r) for r in requests)
+        return self.gate.asks_small and prompt_logprobs is None and fits
 
     async def _ask_small(self, requests: Sequence[Request]) -> Stream | None:
         """The small model's answers, None if they are not kept."""
-        copies = [self._for_small(request) for request in requests]
-        self.by_small.update(copies)
         try:
+            copies = [self._for_small(request) for request in requests]
+            self.by_small.update(copies)
             stream = await self.small.submit(copies)
-        except ValueError:  # its context is too small, or the fault is the call's, for the large
+        except ValueError:  # invalid for the small model; if for the large one too, that says why
             return None
         try:
             async for _ in stream.pieces():
                 pass
         finally:
             self.small.close_stream(stream)
-        samples = [sample for output in stream.outputs for sample in output.samples]
+        samples = chain(*(output.samples for output in stream.outputs))
         logprobs = [[entry[0] for entry in sample.logprobs] for sample in samples]
-        if stream.error is not None or not all(logprobs):
-            return None
-        return stream if self.gate.keeps(min(map(self.gate.confidence, logprobs))) else None
+        keeps = lambda x: x and self.gate.keeps(self.gate.confidence(x))
+        return stream if stream.error is None and all(map(keeps, logprobs)) else None
 
     def _for_small(self, request: Request) -> Request:
+        """ValueError if its token ids are not those of a text."""
         ids = request.ids
         if not self.same_tokenizer:
-            text = self.large.service.tokenizer.decode(ids)
-            ids = self.small.service.tokenizer.encode(text)
+            small, large = (engine.service.tokenizer for engine in self.engines)
+            text = large.decode(ids)
+            if large.encode(text) != ids:
+                raise ValueError("prompt is not text")
+            ids = small.encode(text)
         return replace(request, ids=ids, params=replace(request.params, logprobs=0), samples={})
 
 
-def same_pieces(a: Tokenizer, b: Tokenizer) -> bool:
-    """Whether two tokenizers have the same pieces."""
-    sizes = a.vocab_size, b.vocab_size
-    return sizes[0] == sizes[1] and all(a.piece(i) == b.piece(i) for i in range(sizes[0]))
-
-
 def cache_key(requests: Sequence[Request], prompt_logprobs: int | None) -> Hashable:
-    """What decides the completions of a call: prompts and parameters; of greedy ones no seed."""
+    """What a call's completions depend on: prompts and parameters; if greedy, not the seed."""
     seedless = lambda p: replace(p, seed=0) if p.temperature == 0 else p
     parts = [(tuple(r.ids), seedless(r.params), r.continues) for r in requests]
     return prompt_logprobs, *parts

@@ -1,16 +1,15 @@
 """Merge the LoRA adapter that most rows of a batch have, while that pays (dLoRA, OSDI 2024, 4.1).
 
-With adapter m in the weights, its rows cost nothing, and all other rows rank_m more than without,
-for minus its part: serving/adapters.py adds that. A switch costs a matmul per weight, as much as
-the rank (C + F) operations of `switch_rows` rows. Each state gets credit for what it would have
-saved in every step so far, at least 0, and loses it in a step without rows of its adapter. It is
-taken once its credit pays for two switches: hysteresis, so that short runs do not alternate.
+A row with an adapter costs rank (C + F) operations per linear. With adapter m merged, its own rows
+cost none, and all others rank_m (C + F) more: serving/adapters.py subtracts m from them. A switch
+costs a matmul per linear, rank F C, that of `switch_rows` rows. In every step each candidate (an
+adapter with rows, or none) gets credit for what it would have saved, at least 0 in total. One whose
+credit pays for two switches is merged: hysteresis, so that short runs do not alternate.
 
 Cost: a copy of the merged layers' weights, so that any number of switches leaves them bitwise as
 they were; a pause of one matmul per weight. When it loses: no adapter dominates (then it never
 switches), or dominance changes as often as credit is earned. Equivalence (test_all.py): greedy
 tokens in fp32 are those without merging; logits differ by rounding. Hook: AdapterPool.merging.
-Needs: torch.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ class Merging:
 
     def __init__(self, bases: Mapping[str, nn.Module]):
         """bases: the linears by name. ValueError if their weights are quantized."""
-        self.bases = dict(bases)
+        self.bases = bases
         if not all(isinstance(base, nn.Linear) for base in bases.values()):
-            raise ValueError("merge_adapters: quantized weights cannot have an adapter merged")
-        sizes = [base.weight.shape for base in self.bases.values()]
+            raise ValueError("merge_adapters requires weights that are not quantized; remove it")
+        sizes = [base.weight.shape for base in bases.values()]
         self.switch_rows = sum(F * C for F, C in sizes) / sum(F + C for F, C in sizes)
         self.current: Any = None
         self.credits: dict[Any, float] = {}
@@ -39,21 +38,22 @@ class Merging:
         self.n_switches = 0
 
     def update(self, rows: Mapping[Any, int]) -> Any:
-        """The adapter to be in the weights for a step with these numbers of rows. One that has no
-        rows is taken out: its blocks may be evicted."""
-        now, before = self._cost(self.current, rows), self.credits
-        states = dict.fromkeys([None, *rows])
-        self.credits = {m: max(0.0, before.get(m, 0.0) + now - self._cost(m, rows)) for m in states}
-        best = max(states, key=self.credits.get)
-        rank = max(m.rank for m in (best, self.current) if m) if best is not self.current else 0
-        if rank and self.credits[best] > 2 * rank * self.switch_rows:
+        """The adapter to be in the weights for a step with these rows of each. One without rows is
+        taken out: its blocks, needed to subtract it, may be evicted."""
+        now, candidates = self._cost(self.current, rows), dict.fromkeys([None, *rows])
+        saved = lambda m: self.credits.get(m, 0.0) + now - self._cost(m, rows)
+        self.credits = {m: max(0.0, saved(m)) for m in candidates}
+        best = max(candidates, key=self.credits.get)
+        rank = max(getattr(m, "rank", 0) for m in (best, self.current))
+        if best is not self.current and self.credits[best] > 2 * rank * self.switch_rows:
             self._switch(best)
-        elif self.current not in states:
+        elif self.current not in candidates:
             self._switch(None)
         return self.current
 
     def _cost(self, merged: Any, rows: Mapping[Any, int]) -> float:
-        rank = lambda adapter: 0 if adapter is None else adapter.rank
+        """Of a step with an adapter merged, in operations / (C + F)."""
+        rank = lambda m: getattr(m, "rank", 0)  # of None: 0
         return sum(n * (rank(a) + rank(merged)) for a, n in rows.items() if a is not merged)
 
     @torch.no_grad()

@@ -144,6 +144,8 @@ def build_service(args: GenerateConfig) -> serving_batch.Service:
     for name, folder in args.adapters or ():
         register_adapter(service.engine.adapters, name, folder)
     enable_speculative_decoding(args, service.engine, tokenizer)
+    if args.serve and device.type == "cuda":  # on a CPU, compiling all shapes takes minutes
+        service.engine.warm_up()
     return service
 
 
@@ -287,9 +289,9 @@ def program(args: GenerateConfig) -> None:
     from generation.values import CallError, as_text
 
     main, service = load_program(args.program), build_service(args)
-    kwargs, start = dict(params=args.sampling_params), time.perf_counter()
+    prompt, params, start = prompt_text(args), args.sampling_params, time.perf_counter()
     try:
-        result = asyncio.run(programs.run(main, service, prompt_text(args), **kwargs))
+        result = asyncio.run(programs.run(main, service, prompt, params=params))
     except CallError as e:
         raise ValueError(f"--program {args.program}: {e}") from None
     seconds, engine = time.perf_counter() - start, service.engine
@@ -407,8 +409,6 @@ def serve(args: GenerateConfig) -> None:
     rank = dist.get_rank() if dist.is_initialized() else 0
     listener = run_on_all_or_raise(lambda: bind(args) if rank == 0 else None)
     service = build_service(args)
-    if service.engine.model.embed.weight.is_cuda:  # on a CPU, compiling all shapes takes minutes
-        service.engine.warm_up()
     if rank:
         for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 drains
             signal.signal(number, signal.SIG_IGN)
@@ -443,8 +443,7 @@ def cascade_engine(args: GenerateConfig, service: serving_batch.Service) -> Any:
     from serving.cascade_engine import CascadeEngine
 
     gate = read_gate(args)
-    small = build_service(small_args(args, gate))
-    return partial(CascadeEngine, small, gate, service)
+    return partial(CascadeEngine, build_service(small_args(args, gate)), gate, service)
 
 
 def serve_engine(

@@ -384,14 +384,17 @@ class Generation:
     async def start(self) -> None:
         """Queue its requests. From here on, `finish` must be called."""
         server, loop, k = self.server, asyncio.get_running_loop(), self.call.prompt_logprobs
+        self.deadline = loop.time() + server.limits.request_timeout
         try:
-            self.stream = await server.engine.submit(self.call.requests, self.previous, k)
+            async with asyncio.timeout_at(self.deadline):
+                self.stream = await server.engine.submit(self.call.requests, self.previous, k)
         except ValueError as e:
             raise invalid(e, self.call.chat) from None
+        except TimeoutError:
+            raise APIError(504, "the request took too long") from None
         self.seen = self.seen or [Progress() for _ in self.stream.progress]
         self.writer = ResponseWriter(self.call, self.stream, server.model, self.seen)
         server.generations[self.call.id] = self
-        self.deadline = loop.time() + server.limits.request_timeout
         self.timer = loop.call_at(self.deadline, self._expire)
 
     def _expire(self) -> None:

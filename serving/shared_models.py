@@ -18,11 +18,11 @@ places blocks on many devices; these change outputs or need training and are lef
 
 Cost: a gather and a scatter of the rows for each module that differs. Memory is the base and what
 differs; with K models that differ in a share s of the weights, 1 + K s instead of 1 + K models.
-When it loses: many models with few rows each. A step reads the weights of all of them, and their
-matmuls are small: at s = 1 it is one model after the other. A fine-tune that changes all tensors
-shares nothing; if the change has a low rank, use LoRA and adapters.py. Bitwise sharing is lost once
-a checkpoint is stored in another dtype. Steps are not captured in CUDA graphs, and layers that
-differ are not fused on a CPU: where memory suffices for separate models, those may be faster.
+When it loses: many models with few rows each: a step reads the weights of all of them for small
+matmuls, and at s = 1 it runs one model after the other. A fine-tune that changes all tensors shares
+nothing; if the change has a low rank, use LoRA and adapters.py. Bitwise sharing is lost once a
+checkpoint is stored in another dtype. Steps are not captured in CUDA graphs, and layers that differ
+are not fused on a CPU: where memory suffices for separate models, those may be faster.
 
 Hook: Engine(adapters=pool), as adapters.py's pool: `get` names a request's model and `prepare` the
 rows of a step; `head` is called for the logits. Equivalence (test_all.py): a mixed batch == each
@@ -114,8 +114,8 @@ class ModelPool:
         self.adapters: dict[str, SharedModel] = {}  # by name
         self.roots, self.device = count(-1, -1), next(model.parameters()).device
         self.units = dict(_units(model))  # of the base
-        self.per_row: dict[str, ModulePerRow] = {}  # those that were replaced
-        self.tensors = {name: [t] for name, t in _named_tensors(model)}  # all that differ
+        self.per_row: dict[str, ModulePerRow] = {}  # in place of units
+        self.tensors = {name: [t] for name, t in _named_tensors(model)}  # all versions of each
 
     def share(self, name: str, module: nn.Module) -> nn.Module:
         """load_checkpoint's convert_module: replace a module's own tensors by those of the pool's
@@ -124,11 +124,11 @@ class ModelPool:
         own = chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
         for leaf, tensor in list(own):
             full_name = f"{name}.{leaf}"
-            known = self.tensors.get(full_name, [])
-            same = next((t for t in known if _same_bits(t, tensor)), None)
+            stored = self.tensors.get(full_name, [])
+            same = next((t for t in stored if _same_bits(t, tensor)), None)
             if same is not None:
                 setattr(module, leaf, same)
-            elif known and not any(full_name.startswith(f"{unit}.") for unit in self.units):
+            elif stored and not any(full_name.startswith(f"{unit}.") for unit in self.units):
                 raise ValueError(
                     f"{full_name} differs from the base's, but attention can only use one for all "
                     "rows; serve this model alone"
@@ -139,14 +139,14 @@ class ModelPool:
         """Serve a model with modules of the base's kinds, whose tensors have been through `share`.
         ValueError if the name is in use."""
         _check(name not in self.adapters, f"model {name!r} is given twice")
-        known = {id(t) for tensors in self.tensors.values() for t in tensors}
-        used: dict[int, Tensor] = {}
+        stored = {id(t) for tensors in self.tensors.values() for t in tensors}
+        sizes: dict[int, int] = {}  # bytes of each tensor of the model, by id
         for full_name, tensor in _named_tensors(model):
-            used[id(tensor)] = tensor
-            if id(tensor) not in known:
+            sizes[id(tensor)] = tensor.nbytes
+            if id(tensor) not in stored:
                 self.tensors[full_name].append(tensor)
-        own = sum(t.nbytes for key, t in used.items() if key not in known)
-        shared = sum(t.nbytes for t in used.values()) - own
+        own = sum(n for key, n in sizes.items() if key not in stored)
+        shared = sum(sizes.values()) - own
         new = self.adapters[name] = SharedModel(name, next(self.roots), own, shared)
         for path, default in self.units.items():
             unit = model.get_submodule(path)
@@ -178,13 +178,13 @@ class ModelPool:
     def prepare(self, rows: Sequence[tuple[SharedModel | None, int]]) -> None:
         """The model of each sequence of the next step and the number of its rows; () once the step
         has run: drafters run the base."""
-        numbers: dict[SharedModel | None, list[int]] = {}
+        indices: dict[SharedModel | None, list[int]] = {}
         at = 0
         for model, n in rows:
-            numbers.setdefault(model, []).extend(range(at, at + n))
+            indices.setdefault(model, []).extend(range(at, at + n))
             at += n
-        to_tensor = lambda found: torch.tensor(found, device=self.device)
-        self.batch.rows = {model: to_tensor(found) for model, found in numbers.items()}
+        to_tensor = lambda index: torch.tensor(index, device=self.device)
+        self.batch.rows = {model: to_tensor(index) for model, index in indices.items()}
 
     def head(self, hidden: Tensor, models: Sequence[SharedModel | None]) -> Tensor:
         """Logits (R, V) of hidden states (R, C), each row with the head of its model."""
@@ -196,8 +196,8 @@ class ModelPool:
 
 
 def _units(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The modules that compute each row by itself, by name: those without children, and MoE layers.
-    Not MLA's kv_b_proj, whose weight the attention reads."""
+    """The smallest modules that compute each row by itself, by name: those without children, and
+    MoE layers. Not MLA's kv_b_proj, whose weight the attention reads."""
     for name, child in module.named_children():
         if f"{prefix}{name}" == "mtp":  # of drafters, which run the base
             continue
@@ -209,19 +209,19 @@ def _units(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All but those of multi-token prediction, a shared one under each of its names."""
+    """All but those of multi-token prediction; a tied parameter under each of its names."""
     named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers())
     return ((name, tensor) for name, tensor in named if not name.startswith("mtp."))
 
 
 def _same_tensors(a: nn.Module, b: nn.Module) -> bool:
-    """Whether two modules of one kind have the same tensors, not only equal ones."""
+    """Whether two modules of one kind hold the same tensor objects: `share` makes equal ones so."""
     ids = lambda module: [id(t) for t in chain(module.parameters(), module.buffers())]
     return ids(a) == ids(b)
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """Also where they are NaN; 0.0 and -0.0 differ."""
+    """Whether all bits are equal: NaN equals itself, 0.0 and -0.0 differ."""
     same_kind = a.dtype == b.dtype and a.shape == b.shape
     return same_kind and torch.equal(a.detach().view(torch.uint8), b.detach().view(torch.uint8))
 
