@@ -9,6 +9,7 @@
     python generate.py --quantize int4                       weights quantized while loading
     python generate.py --speculate ngram                     speculative decoding
     python generate.py --early-exit 0.99                     tokens that need fewer layers
+    python generate.py --kv-budget 0.2                       a fifth of the KV cache
     python generate.py --cascade FILE.json                   a small model answers first
     python generate.py --json-schema FILE                    JSON that is valid under the schema
     python generate.py --batch requests.jsonl                many requests, continuous batching
@@ -75,6 +76,7 @@ from generation.bench import summary_line, time_steps, weight_bytes
 from generation.chat import Chat, chat_loop
 from generation.config import CHAT_CONTEXT, DTYPES, GenerateConfig, parse_args
 from generation.early_exit import build_early_exit
+from generation.kv_select import build_cache
 from generation.load import is_quantized, load, load_draft, moe_layers, open_gguf
 from generation.load import optimize_for_inference_, pick_device
 from generation.perplexity import perplexity, read_text
@@ -115,13 +117,14 @@ def prefill_chunks(
     cache: KVCache,
     start: int = 0,
     attention: AttendFactory = sdpa,
+    chunk: int = PREFILL_CHUNK,
 ) -> Iterator[tuple[int, Tensor]]:
     """Prefill tokens (1, T) from position `start` on into the cache, chunk by chunk: yields (the
     chunk's first index in tokens, its hidden states (1, t, C))."""
     T = tokens.shape[1]
     scaling = model.config.rope_scaling or {}
     # dynamic NTK scales by the length of the forward call, so chunks would change the result
-    chunk = T if scaling.get("rope_type") == "dynamic" else PREFILL_CHUNK
+    chunk = T if scaling.get("rope_type") == "dynamic" else chunk
     for first in range(0, T, chunk):
         last = min(T, first + chunk)
         positions = torch.arange(start + first, start + last, device=tokens.device)
@@ -166,16 +169,18 @@ class Decoder:
         attention: AttendFactory = sdpa,
         cached_rows: int | None = None,
         rollback: int | None = None,
+        cache: Any = None,
     ):
         """max_len: cache slots per row. cached_rows: rows cached here, if `attention` shards the
-        batch. rollback: see KVCache. keep_logits: store each step's logits in `last_step`."""
+        batch. rollback: see KVCache. keep_logits: store each step's logits in `last_step`. cache:
+        used in place of a KVCache."""
         first = next(model.parameters())
         device, dtype = first.device, first.dtype
         V = model.config.vocab_size
         self.model, self.batch, self.compiled, self.num_cached = model, batch, compiled, 0
         self.attention = attention
         rows = cached_rows or batch
-        self.cache = KVCache(model.config, rows, max_len, dtype, device, rollback)
+        self.cache = cache or KVCache(model.config, rows, max_len, dtype, device, rollback)
         self.sampler = Sampler(params, batch, V, device, [e for e in eos if e < V])
         self.token = torch.zeros(batch, 1, dtype=torch.long, device=device)
         self.position = torch.zeros(1, dtype=torch.long, device=device)
@@ -380,6 +385,8 @@ def complete(args: GenerateConfig, text: str, gate: Any = None) -> bool:
     summary = confidence | summarize(runs, len(ids), load_seconds, measure_bandwidth(device))
     if speculator is not None:
         summary |= speculator.summary() | speedup(runs, baseline)
+    if args.kv_budget is not None:
+        summary |= getattr(decoder.cache, "summary", dict)()  # a KVCache, if everything fits
     report(args, text if continues else "", rows, summary)
     print(summary_line(summary, device_name(device, args.mesh)), file=sys.stderr)
     return True
@@ -438,6 +445,7 @@ def build_decoder(
             attention=attention,
             cached_rows=rows,
             rollback=lookahead if ring else None,
+            cache=budgeted_cache(args, model, rows, max_len, 0 if ring else None),
         )
     except ValueError as e:
         if not str(e).startswith("logit_bias"):
@@ -461,6 +469,21 @@ def build_decoder(
     if args.early_exit is not None:
         decoder.speculator = build_early_exit(args, decoder, tokenizer)
     return decoder
+
+
+def budgeted_cache(
+    args: GenerateConfig, model: Transformer, rows: int, max_len: int, rollback: int | None
+) -> Any:
+    """The cache of --kv-budget, if it is given and less than everything. ValueError names the
+    flag."""
+    if args.kv_budget is None:
+        return None
+    windowed, windows = None, model.config.windows
+    if any(windows):  # their KVCache has one slot for each of the other layers
+        config = replace(model.config, windows=tuple(w or 1 for w in windows))
+        first = model.embed.weight
+        windowed = KVCache(config, rows, max_len, first.dtype, first.device, rollback)
+    return build_cache(args.kv_policy, args.kv_budget, model, rows, max_len, windowed)
 
 
 def sampling_params(
@@ -545,8 +568,14 @@ def score_file(args: GenerateConfig) -> None:
     device = run_on_all_or_raise(partial(pick_device, args.device))
     model, tokenizer = run_on_all_or_raise(partial(load, args, device))
     attention = pick_attention(args.attention, args.fixed_max)
-    chunks = partial(prefill_chunks, attention=attention)
-    metrics, entries = perplexity(model, tokenizer, text, chunks, args.logprobs)
+    new_cache = lambda max_len: budgeted_cache(args, model, 1, max_len, None)
+
+    def chunks(model: Transformer, tokens: Tensor, cache: Any) -> Iterator[tuple[int, Tensor]]:
+        # with a budget, a token is predicted from what the one before it left
+        chunk = PREFILL_CHUNK if isinstance(cache, KVCache) else 1
+        return prefill_chunks(model, tokens, cache, attention=attention, chunk=chunk)
+
+    metrics, entries = perplexity(model, tokenizer, text, chunks, args.logprobs, new_cache)
     if math.isnan(metrics["perplexity"]):
         raise ValueError(NOT_FINITE.format(metrics["tokens"] + 1))
     if args.json:

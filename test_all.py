@@ -10,7 +10,7 @@ their own. All models are tiny random ones or the shipped checkpoints.
     harness         tensors, models, programs, gloo ranks, transfers (Wire), bad input (REFUSED)
     model family config weights tokenizer stream template    model.py, huggingface/
     attention paged engine quantize fp8 spec moe             the leaves
-    files cpu sampling drafting early_exit cascade structured                  generation/
+    files cpu sampling drafting early_exit kv_select cascade structured        generation/
     serving traces policies replica simulate pools row_order length_batching   serving/
     colocation time_sharing variants server unacked lockstep cluster page      serving/
     adapters shared_models vattention                                          serving/
@@ -38,6 +38,7 @@ import errno
 import faulthandler
 import functools
 import gc
+import heapq
 import importlib.util
 import inspect
 import io
@@ -62,6 +63,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 import traceback
@@ -155,6 +157,7 @@ from generation import cascade as CASCADE
 from generation import draft_length as DK
 from generation import drafting as D
 from generation import early_exit as EE
+from generation import kv_select as KS
 from serving import cascade_engine as CE
 from serving import cluster as CLUSTER
 from serving import async_engine as ASYNC
@@ -9575,7 +9578,7 @@ ALONE = [  # files, a check or a script, "" for the program, whether Triton is t
     ("paged_kv+model", ENGINE, "installed", ""),
 ]
 ALONE_SLOW = [
-    ("calibrate cpu gemm quantize sampling sparse speculative values", "", "installed", TABLE),
+    ("calibrate cpu gemm kv_select quantize sampling sparse speculative values", "", "installed", TABLE),
     ("moe", "", "installed missing", r"(.*\n){5}"),
     ("moe", "", "interpreted", r"\A.*\n\Z"),
     ("chunked_loss recompute", "", "installed", ""),
@@ -11297,6 +11300,316 @@ REFUSED["early_exit: keys that depend on the length of a call"] = (
     ),
     "--early-exit .*rope_scaling 'dynamic'",
 )
+
+
+# --------------------------------------------------------------------------------------------------
+# KV budget
+# --------------------------------------------------------------------------------------------------
+
+
+def budgeted(model, policy: str, budget: float, rows: int, max_len: int):
+    args = SimpleNamespace(kv_policy=policy, kv_budget=budget)
+    return G.budgeted_cache(args, model, rows, max_len, None)
+
+
+class MaskedAttention:
+    """The reference, run beside an EvictingCache: attention to all tokens so far, with a mask of
+    the evicted ones. It scores them on its own, and checks each choice of the cache."""
+
+    def __init__(self, cache, policy: str):
+        self.cache, self.policy, self.evicted = cache, policy, 0
+        self.tokens, self.kept = {}, {}  # by layer: keys, values (B, S, H, D); kept, scores (B, H, S)
+
+    def attend(self, spec, q, k, v, positions, limit=None):
+        got = self.cache.attend(spec, q, k, v, positions, limit)
+        i, B, T, start = spec.index, *q.shape[:2], int(positions[0])
+        new = [k if spec.latent is None else spec.latent]
+        new += [] if spec.latent_dim or spec.expand else [v]
+        old = [x[:, :start].expand(B, -1, -1, -1) for x in self.tokens.get(i, new)]
+        self.tokens[i] = [torch.cat(pair, 1) for pair in zip(old, new)]
+        keys, values = self.tokens[i][0], self.tokens[i][-1]
+        H, empty = keys.shape[2], torch.zeros(1, keys.shape[2], 0)
+        kept, scores = self.kept.get(i, (empty, empty))
+        kept, scores = (x[..., :start].expand(B, -1, -1) for x in (kept, scores))
+        if spec.expand:
+            keys, values = spec.expand(keys)
+        elif spec.latent_dim:
+            values = keys[..., : spec.latent_dim]
+        C = self.cache.capacity
+        if spec.window is None and T == 1 and start and int(kept.sum(-1).max()) == C:
+            kept = self.choice(i, kept, scores)  # the new token has the slot of another
+        kept, scores = F.pad(kept, (0, T), value=1.0), F.pad(scores.double(), (0, T))
+        distance = positions[:, None] - torch.arange(start + T)
+        mask = (distance >= 0) & (distance < (spec.window or INF)) & (kept[:, :, None] > 0)
+        q, keys, values = (
+            x.double().repeat_interleave(q.shape[2] // x.shape[2], 2).transpose(1, 2)
+            for x in (q, keys, values)
+        )
+        logits = (q @ keys.mT * spec.scale).unflatten(1, (H, -1))
+        p = logits.masked_fill(~mask[:, :, None], -INF).softmax(-1).flatten(1, 2)
+        close(got.double(), (p @ values).transpose(1, 2))
+        weights = p.unflatten(1, (H, -1)).mean(2)  # (B, H, T, S)
+        for t in range(T):
+            if self.policy == "h2o":
+                scores = scores + weights[:, :, t]
+            elif self.policy == "scissorhands":
+                n = mask[:, :, t].sum(-1, keepdim=True)
+                scores = scores * 63 / 64 + (weights[:, :, t] * n >= 1)
+        if spec.window is None and T > 1 and int(kept.sum(-1).max()) > C:
+            kept = self.choice(i, kept, scores)
+        self.kept[i] = kept, scores
+        return got
+
+    def choice(self, layer: int, kept: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """The tokens in the cache's slots (B, H, S): a budget of those that were kept, and no one
+        less important by the policy's definition than one that is gone."""
+        row, (B, H, S), C = self.cache.row[layer], kept.shape, self.cache.capacity
+        slots = self.cache.positions[row, :B, :, : self.cache.num_kept[row]].long()
+        left = torch.zeros(B, H, S + 1).scatter(2, slots.clamp(max=S), 1.0)[..., :S]
+        gone, newest = kept - left, int(slots.max())
+        assert self.cache.num_kept[row] == C == self.cache.k.shape[3] and (gone >= 0).all()
+        assert (left.sum(-1) >= C - 1).all()  # all slots, or all but the new token's
+        self.evicted += int(gone.sum())
+        at = torch.arange(S).expand(B, H, S)
+        rank = scores if self.policy in ("h2o", "scissorhands") else at.double()
+        newest = newest if newest < S else S - 1
+        recent = at > newest - int({"h2o": 0.5, "scissorhands": 0.25}.get(self.policy, 0) * C)
+        rank = rank.masked_fill(recent | (at < 4) & (self.policy == "streaming"), INF)
+        if self.policy != "random":
+            worst_left = rank.masked_fill(left == 0, INF).amin(-1)
+            best_gone = rank.masked_fill(gone == 0, -INF).amax(-1)
+            assert (best_gone <= worst_left + 1e-5).all()
+        return left
+
+
+BUDGET_FORMS = {
+    "grouped": tiny(),
+    "windows": tiny(windows=(None, 6, None), family="sheaf"),
+    "latent": latent(n_mtp_layers=0),
+}
+
+
+@pytest.mark.parametrize("policy", KS.POLICIES)
+@pytest.mark.parametrize("form", BUDGET_FORMS)
+@torch.inference_mode()
+def test_kv_select_equals_attention_with_a_mask(form, policy):
+    """Prompts in uneven chunks, decode steps of two rows, a return to an earlier position: each
+    call equals attention to all tokens with the evicted ones masked, the policy's choices are
+    those of its definition, and no head ever has more tokens than its budget."""
+    model = random_model(BUDGET_FORMS[form])
+    for seed in range(2):
+        rng = random.Random(f"{form} {policy} {seed}")
+        C = rng.randint(8, 20)
+        cache = budgeted(model, policy, C, 2, 120)
+        reference = MaskedAttention(cache, policy)
+        chunks, step, at = [(1, n, 0) for n in (1, rng.randint(2, 30), 1, 20)], (2, 1, 0), 0
+        returned = (2, rng.randint(1, 9), rng.randint(1, C // 4 - 1))
+        for rows, T, back in (*chunks, *[step] * 14, returned, *[step] * 5):
+            at = at - back + T
+            tokens = random_tokens(model.config, rows, T, seed=at)
+            model(tokens, torch.arange(at - T, at), partial(reference.attend, limit=at))
+        assert reference.evicted > 100
+
+
+@torch.inference_mode()
+def test_kv_select_random_is_a_uniform_sample():
+    """The kept positions of a long text, in 16 parts of it."""
+    rank = KS.POLICIES["random"].importance(torch.arange(20_000), torch.zeros(20_000), 1000)
+    seen = rank.topk(1000).indices.div(1250, rounding_mode="floor").bincount(minlength=16)
+    assert p_value(seen, torch.full((16,), 1 / 16)) > 1e-3
+
+
+@quantize_kernels
+@pytest.mark.parametrize("policy, rows", [("h2o", 2), ("scissorhands", 1), ("streaming", 3)])
+@torch.inference_mode()
+def test_kv_select_in_one_c_call(policy, rows):
+    """Steps of FusedLayers, in which no layer runs on its own, and of the fp32 model from a copy of
+    the same cache: equal logits, keys and scores up to rounding, the same tokens evicted."""
+    config = tiny(dim=64, ffn_dim=96, head_dim=32)
+    fused, plain = fused_model(None, config)
+    cache = budgeted(fused, policy, 12, rows, 60)
+    fused(random_tokens(config, 1, 20), torch.arange(20), partial(cache.attend, limit=20))
+    for layer in fused.layers:
+        layer.forward = lambda *args: pytest.fail("a layer ran")
+    for at in range(20, 30):
+        other = copy.deepcopy(cache)
+        other.k, other.v = other.k.float(), other.v.float()
+        call = random_tokens(config, rows, 1, seed=at), torch.tensor([at])
+        got, want = (
+            model(*call, partial(c.attend, limit=at + 1))
+            for model, c in ((fused, cache), (plain, other))
+        )
+        assert relative(got.float(), want) < 0.015
+        assert torch.equal(cache.positions, other.positions)
+        assert cache.num_kept == other.num_kept and cache.num_seen == other.num_seen
+        for a, b in ((cache.k, other.k), (cache.v, other.v), (cache.scores, other.scores)):
+            close(a.float(), b, 0.02)
+
+
+@torch.inference_mode()
+def test_kv_select_infinigen_fetches_what_it_predicts(monkeypatch):
+    """With all skewed dimensions: the tokens fetched for a layer are those of the largest weights
+    for the query of the input of the layer before, attention is that of the fetched tokens alone,
+    and the bytes are those of the formula. The first two layers use their own queries."""
+    monkeypatch.setattr(KS, "PARTIAL", 1.0)
+    model = random_model(tiny(n_layers=4))
+    c, C, rows, inputs, stored, selected = model.config, 9, 2, {}, {}, {}
+    cache = budgeted(model, "infinigen", C, rows, 60)
+    for i, layer in enumerate(model.layers):
+        layer.register_forward_pre_hook(lambda _, args, i=i: inputs.update({i: args[0]}))
+    select, fetched = cache.select, 0
+    monkeypatch.setattr(
+        cache, "select", lambda row, *args: selected.setdefault(row, select(row, *args))
+    )
+
+    def query(i, x, positions):
+        layer = model.layers[i]
+        q = F.linear(layer.attention_norm(x), layer.attention.q_proj.weight)
+        return M.apply_rope(q.unflatten(-1, (4, 16)), *M.rope_cos_sin(c, positions))
+
+    def attend(spec, q, k, v, positions, limit):
+        nonlocal fetched
+        i, (B, T), S = spec.index, q.shape[:2], limit - q.shape[1]
+        got = cache.attend(spec, q, k, v, positions, limit)
+        old = [x.expand(B, -1, -1, -1) for x in stored.get(i, (k[:, :0], v[:, :0]))]
+        stored[i] = [torch.cat(pair, 1) for pair in zip(old, (k, v))]
+        keys, values = (x.repeat_interleave(2, 2).transpose(1, 2) for x in stored[i])
+        mask = torch.ones(T, limit, dtype=torch.bool).tril(S).expand(B, 4, -1, -1)
+        if T == 1 and S >= C:
+            source = q if i < 2 else query(i, inputs[i - 1], positions)
+            p = (source.transpose(1, 2) @ keys[:, :, :-1].mT * spec.scale).softmax(-1)
+            best = p.unflatten(1, (2, 2)).sum(2)[:, :, 0].topk(C - 1).indices
+            assert torch.equal(best.sort().values, selected.pop(i))
+            mask = torch.zeros(B, 2, limit, dtype=torch.bool).scatter(2, best, True)
+            mask[..., -1] = True
+            mask = mask.repeat_interleave(2, 1)[:, :, None]
+        want = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, mask)
+        close(got, want.transpose(1, 2))
+        fetched += B * 2 * (min(S, C - 1) if T == 1 else S) * 16 * 2 * 4
+        return got
+
+    at = 0
+    for B, T in ((1, 5), (1, 17), *[(2, 1)] * 20):
+        selected.clear()
+        at += T
+        tokens = random_tokens(c, B, T, seed=at)
+        model(tokens, torch.arange(at - T, at), partial(attend, limit=at))
+        assert cache.fetched_bytes == fetched
+
+
+def test_kv_select_skewing_leaves_scores_unchanged():
+    """All columns are orthogonal; 30% of them keep more of the scores than any columns of the
+    unskewed queries and keys."""
+    mix = normal(32, 32, dtype=torch.float32) * torch.logspace(0, -2, 32, device=DEVICE)
+    q, k = (normal(1, 50, h, 32, dtype=torch.float32, rng=seeded(h)) @ mix.T for h in (4, 2))
+    whole, part = KS.skewing_matrix(q, k, 32), KS.skewing_matrix(q, k, 10)
+    close(whole @ whole.mT, torch.eye(32, device=DEVICE).expand(2, -1, -1))
+    q, k = q.unflatten(2, (2, 2)).permute(0, 2, 3, 1, 4), k.transpose(1, 2)[:, :, None]
+    scores = q @ k.mT
+    project = lambda m: (q @ m[:, None]) @ (k @ m[:, None]).mT
+    plain = torch.eye(32, device=DEVICE)[:, (q.abs().sum((0, 1, 2, 3))).topk(10).indices]
+    assert relative(project(whole), scores) < 1e-5
+    assert relative(project(part), scores) < 0.5 * relative(project(plain.expand(2, -1, -1)), scores)
+
+
+def kl_and_hits(model, tokens: torch.Tensor, n_prompt: int, policy: str, budget: float):
+    """Of tokens (B, T) after n_prompt: the KL divergence of the next token's distribution with a
+    budget from that of the full cache, the share of the attention weights on kept tokens, and the
+    share of the C - 1 largest weights among them."""
+    (B, T), hits, recall, selected = tokens.shape, [], [], {}
+    cache, full = budgeted(model, policy, budget, B, T), M.KVCache(model.config, B, T)
+    if policy == "infinigen":
+        select = cache.select
+        cache.select = lambda row, *args: selected.setdefault(row, select(row, *args))
+
+    def attend(spec, q, k, v, positions, limit):
+        o = cache.attend(spec, q, k, v, positions, limit)
+        keys, _ = full.update(spec, k, v, positions, limit)
+        if q.shape[1] == 1:
+            kept = selected.pop(spec.index) if selected else cache.positions[spec.index].long()
+            keys = keys.repeat_interleave(q.shape[2] // keys.shape[2], 2).transpose(1, 2)
+            p = (q.transpose(1, 2) @ keys.mT * spec.scale).softmax(-1)
+            p = p.unflatten(1, (kept.shape[1], -1)).mean(2)[:, :, 0, : limit - 1]
+            kept = torch.zeros_like(p).scatter(2, kept.clamp(max=limit - 2), 1.0)
+            hits.append((p * kept).sum().item() / p.sum().item())
+            recall.append(kept.gather(2, p.topk(cache.capacity - 1).indices).mean().item())
+        return o
+
+    logits = []
+    for start, end in ((0, n_prompt), *((p, p + 1) for p in range(n_prompt, T))):
+        run = partial(attend, limit=end)
+        logits.append(model(tokens[:, start:end], torch.arange(start, end), run)[:, -1:])
+    model.layer_groups, full = None, model(tokens)[:, n_prompt - 1 :]
+    want, got = full.log_softmax(-1), torch.cat(logits, 1).log_softmax(-1)
+    kl = (want.exp() * (want - got)).sum(-1).mean().item()
+    return kl, statistics.mean(hits), statistics.mean(recall)
+
+
+@pytest.mark.slow
+@torch.inference_mode()
+def test_kv_select_at_a_fifth_of_the_shipped_model():
+    """On Python text at a budget of 20%: the KL divergence of every policy from the full cache is
+    below recency's and random's, and infinigen finds more of the largest weights than recency.
+    Prints these, and the share of attention weights on kept tokens."""
+    model, tokenizer = HF.load_checkpoint(SMALL, dtype=torch.float32), K.load_tokenizer(SMALL)
+    model.requires_grad_(False)
+    texts = [inspect.getsource(module)[3000:] for module in (textwrap, heapq, shutil)]
+    rows = torch.tensor([tokenizer.encode(text)[:384] for text in texts])
+    found = {policy: kl_and_hits(model, rows, 128, policy, 0.2) for policy in KS.NAMES}
+    for policy, (kl, hits, recall) in found.items():
+        print(f"{policy:12}  KL {kl:.4f}  weights kept {hits:.1%}  of the largest {recall:.1%}")
+    for policy in ("h2o", "scissorhands", "streaming", "infinigen"):
+        assert found[policy][0] < min(found["recency"][0], found["random"][0])
+    assert found["infinigen"][2] > found["recency"][2]
+
+
+def test_kv_select_chat_returns_to_an_earlier_position():
+    """A conversation whose turns rewrite the one before: with a budget that it does not use up,
+    that of a plain cache; with less, replies go on."""
+    model, tokenizer, replies = spec_target("dense"), K.load_tokenizer(SMALL), []
+    policies = ("h2o", "infinigen")
+    for name, n in (("", 0), *product(policies, (199, 16))):
+        cache = budgeted(model, name, n, 1, 200) if name else None
+        decoder = G.Decoder(model, 200, GREEDY, cache=cache)
+        chat, turns = CHAT.Chat(decoder, G.run_rows, tokenizer, None), []
+        for line in ("x = [1, 2, 3]\ny = [1, 2", "\nfor i in x:\n", "\ndef f(x"):
+            row = spec_continuation()
+            _, *steps = chat.ask(line, GREEDY, 12, row, 200)
+            turns.append(row.tokens)
+            chat.ids[-9:] = [5] * 9  # the cache is truncated to the common prefix
+        replies.append(turns)
+        model.layer_groups = None
+    assert all(turns == replies[0] for turns in replies[1::2])
+    assert all([len(tokens) for tokens in turns] == [12] * 3 for turns in replies)
+
+
+def test_kv_select_flags_reach_the_cache():
+    """A share and a number of tokens are the same budget; --json and the line of statistics have
+    it, and for infinigen the bytes fetched: a token of 6 layers has 2 heads of 64 fp32, twice."""
+    flags = "--temperature 0 --max-new-tokens 31 --ignore-eos --json --device cpu --dtype fp32"
+    for policy in ("h2o", "infinigen"):
+        done = run_generate("x = 1", *f"{flags} --kv-budget 10 --kv-policy {policy}".split())
+        got, words = json.loads(done.out), "; up to 10 tokens per KV head"
+        n = got["prompt_tokens"]
+        share = 10.5 / (n + 31)
+        other = generated(f"{flags} --kv-budget {share} --kv-policy {policy}", "x = 1")
+        assert other["tokens"] == got["tokens"] and got["kv_tokens"] == other["kv_tokens"] == 10
+        assert words in done.err
+    fetched = 6 * 2 * 64 * 4 * 2 * sum(min(at, 9) for at in range(n, n + 30))
+    assert got["kv_fetched_bytes"] == fetched and f"{fetched / 1e6:.1f} MB fetched" in done.err
+
+
+BUDGET_REFUSED = {
+    "ALiBi": (tiny(alibi=True, family="sheaf"), "h2o", 0.5, "h2o does not support alibi"),
+    "qk_conv": (tiny(qk_conv=3, family="sheaf"), "h2o", 0.5, "h2o does not support qk_conv"),
+    "infinigen with MLA": (latent(), "infinigen", 0.5, "infinigen does not support latent"),
+    "all windows": (tiny(windows=(4, 5, 6), family="sheaf"), "h2o", 0.5, "windows bound .* remove"),
+    "few tokens": (tiny(), "streaming", 0.05, "--kv-budget 0.05 of 90 tokens is 4; give 8 or more"),
+}
+REFUSED |= {
+    f"kv_select: {name}": (partial(lambda c, *a: budgeted(random_model(c), *a, 1, 90), *row), words)
+    for name, (*row, words) in BUDGET_REFUSED.items()
+}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -27760,6 +28073,8 @@ batch                           |                       | --set kv_layout=virtua
 program                         |                                       | --max-num-seqs 1  |
 greedy interactive              |                                       | --tp 1 --pp 1     |
 greedy samples                  |                                       | --early-exit 6:6  |
+greedy samples interactive      |                                       | --kv-budget 1     |
+greedy perplexity               |                | --kv-budget 9999 --kv-policy infinigen |
 greedy                          | | --cascade {draft} --cascade-threshold 1 |
 greedy | | --cascade {draft} --cascade-threshold 0             | --checkpoint {draft}
 greedy samples                  | --checkpoint {moe}    | --early-exit 1 --set exit_ramps=2,4 |
@@ -27808,6 +28123,7 @@ num_redundant_experts | --ep                | 0
 group_size            | --quantize int4     | -1 0
 exit_layers           | --speculate exit    |
 cascade_threshold     | --cascade x         | 0
+kv_budget             |                     | 1e30
 forced_acceptance     | --speculate ngram --bench | 0
 kv_blocks max_num_seqs block_size | --bench-serving |
 max_num_batched_tokens | --bench-serving --max-num-seqs 1 |
@@ -27920,6 +28236,11 @@ x --early-exit 0.9 --set exit_ramps=6       | --set exit_ramps 6 of
 x --early-exit 0.9 --set calibration_text=/dev/null | --set calibration_text /dev/null empty
 x --set exit_ramps=3                        | --set exit_ramps requires --early-exit
 x --early-exit 0.9 --set calibration_text=/nowhere | --set calibration_text /nowhere
+x --kv-budget 1.5                           | --kv-budget share 1.5
+x --kv-budget 7                             | --kv-budget 7 of 202 tokens 8
+x --kv-policy streaming                     | --kv-policy requires --kv-budget
+x --kv-budget 0.5 --kv-policy infinigen --offload cpu | --kv-policy infinigen --offload
+x --checkpoint {MOE} --kv-budget 0.5 --kv-policy infinigen | --kv-policy infinigen latent
 x --regex (a                                | --regex cannot be compiled
 x --json-schema /nowhere                    | --json-schema /nowhere
 x --json-schema README.md                   | --json-schema README.md not a JSON file
@@ -27957,6 +28278,7 @@ GENERATE_EXCLUDES = """
 --cascade f       | --interactive --n=2 --tp=2 --batch=f --bench
 --models a=f --batch f | --adapters=b=f --tp=2 --compile --finetune=f --quantize=int8 --dummy=small
 --early-exit 6:3 | --interactive --compile --speculate=ngram --regex=a --tp=2 --batch=f --serve
+--kv-budget 0.5  | --batch=f --serve --bench-serving --attention=flash --compile --speculate=ngram --tp=2
 """
 
 

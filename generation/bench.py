@@ -143,6 +143,10 @@ def summary_line(s: dict[str, Any], device: str) -> str:
             f"GB/s, {s['bandwidth_share']:.0%} of the "
             f"{s['device_gigabytes_per_second']:.1f} GB/s measured here"
         )
+    if "kv_tokens" in s:
+        line += f"; up to {s['kv_tokens']} tokens per KV head"
+    if "kv_fetched_bytes" in s:
+        line += f", {s['kv_fetched_bytes'] / 1e6:.1f} MB fetched"
     if "confidence" in s:
         line += f"; the small model's answer, confidence {s['confidence']:.3f}"
     if s.get("verifications"):

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from generation import kv_select
 from model import CONFIGS
 from paged_kv import SamplingParams
 from serving.disaggregated import Placement
@@ -181,6 +182,16 @@ class GenerateConfig(Settings):
         "them is the full model's", metavar="A:B|SHARE")
     exit_ramps: str = rare("", "with --early-exit SHARE: layers before each ramp (two thirds)")
 
+    # KV budget
+    kv_budget: float | None = flag(
+        None, "cache and read at most this share of the prompt's and new tokens, to 1, or this "
+        "number of tokens, per layer and KV head (generation/kv_select.py)", "positive",
+        metavar="SHARE|N")
+    kv_policy: str = flag(
+        "h2o", "which tokens --kv-budget keeps: heavy hitters and recent ones; pivotal ones; sinks "
+        "and recent ones; predicted ones of all, in host memory; or the baselines",
+        choices=kv_select.NAMES)
+
     # cascade
     cascade: Path | None = flag(
         None, "a small model answers first, and --checkpoint where that one is not sure: its "
@@ -280,7 +291,7 @@ GROUPS = {  # the first field of each group of --help
     "prompt": "prompt", "max_new_tokens": "sampling", "device": "model and device",
     "tp": "many devices: torchrun --nproc-per-node N -- generate.py ...",
     "quantize": "quantization", "speculate": "speculative decoding", "early_exit": "early exit",
-    "cascade": "cascade", "batch": "many requests",
+    "kv_budget": "KV budget", "cascade": "cascade", "batch": "many requests",
 }  # fmt: skip
 SAMPLING = "max_new_tokens n temperature top_k top_p min_p seed stop ignore_eos repetition_penalty "
 SAMPLING += "presence_penalty frequency_penalty min_new_tokens logit_bias regex json_schema"
@@ -294,7 +305,7 @@ REQUIRES = [
     ("group_size", "quantize quantize_report"),
     ("quantize_skip", "quantize quantize_report"), ("calibrate", "quantize"),
     ("calibration_text", "calibrate=gptq|awq|smoothquant|tacq|bias quantize_report early_exit"),
-    ("exit_ramps", "early_exit"), ("cascade_threshold", "cascade"),
+    ("exit_ramps", "early_exit"), ("cascade_threshold", "cascade"), ("kv_policy", "kv_budget"),
     ("plot", "quantize_report"),
     ("draft_model", "speculate=draft|staged|tree|head"), ("speculate_k", "speculate"),
     ("draft_coupled", "speculate"), ("draft_ahead", "speculate=draft"),
@@ -375,6 +386,12 @@ EXCLUDES = [
      "it decodes after one prompt"),
     ("early_exit", "speculate regex json_schema", "they run the steps themselves"),
     ("early_exit", "compile tp pp ep offload", "its steps differ in their layers"),
+    ("kv_budget", "batch bench_serving serve program",
+     "the engine's blocks keep the tokens of all heads"),
+    ("kv_budget", "attention=flash compile speculate early_exit regex json_schema",
+     "tokens have no fixed slots"),
+    ("kv_budget", "tp pp ep save quantize_report", "one process generates one text"),
+    ("kv_policy=infinigen", "offload", "both copy ahead of the layers"),
     ("cascade", "interactive perplexity save quantize_report batch bench_serving bench n logprobs "
      "dummy prompt_tokens tp pp ep", "two models answer one text after the other"),
     ("bench", "stop logprobs ignore_eos regex json_schema", "runs have a fixed length"),
@@ -406,6 +423,8 @@ def parse_args(argv: list[str]) -> GenerateConfig:
         if not (low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high)):
             raise ValueError(f"--set {name} must be A:B, integers 1 <= A <= B, not {text!r}")
         setattr(args, name, (int(low), int(high)))
+    if (args.kv_budget or 0) > 1 and not args.kv_budget.is_integer():
+        raise ValueError(f"--kv-budget must be a share to 1 or whole tokens, not {args.kv_budget}")
     if args.offload is not None and args.offload != "cpu" and "/" not in args.offload:
         if not args.offload or not Path(args.offload).is_dir():
             raise ValueError(f"--offload {args.offload!r}: must be cpu or a folder that exists")

@@ -14,8 +14,9 @@ typedef struct {
     int64_t ring;                /* slots of a ring buffer, slot = position % ring; 0: not a ring */
     int64_t window;              /* sliding window; 0: none */
     const int32_t *tables;       /* (R, width): block table of each token's sequence */
-    const int64_t *slots;        /* (R,) where k and v are written; NULL: at the token's position */
+    const int64_t *slots; /* (R, Hkv) where k and v are written; NULL: at the token's position */
     int64_t width;
+    float *weights;              /* (R, Hkv, keys): attention weights, summed over a group; or NULL */
 } Layer;
 
 typedef struct {
@@ -184,6 +185,12 @@ static void attend(
         for (int64_t j = 0; j < S; j++) total += s[j] = exponential((s[j] - largest) * m->scale);
         for (int64_t j = 0; j < S; j++) s[j] /= total;
     }
+    if (l->weights) {
+        float *sum = l->weights + (r * m->Hkv + head) * S;
+        for (int64_t j = 0; j < S; j++) sum[j] = scores[j];
+        for (int64_t g = 1; g < group; g++)
+            for (int64_t j = 0; j < S; j++) sum[j] += scores[g * longest + j];
+    }
     const uint16_t *v = l->v_cache + head * l->head_stride;
     int64_t g = 0;
     for (; g + 8 <= group; g += 8)
@@ -247,7 +254,7 @@ static void attention_block(const Model *m, int64_t i, const Step *s, Thread *ow
         const int64_t r = task / m->Hkv, h = task % m->Hkv;
         float *key = s->k + r * KV + h * D, *value = s->v + r * KV + h * D;
         rope(m, l->k_norm, s->cos + r * n, s->sin + r * n, key);
-        int64_t at = l->slots ? slot_offset(l, l->slots[r]) : kv_offset(l, r, s->positions[r]);
+        int64_t at = l->slots ? slot_offset(l, l->slots[task]) : kv_offset(l, r, s->positions[r]);
         at += h * l->head_stride;
         for (int64_t d = 0; d < D; d++) {
             l->k_cache[at + d] = float_to_bf16(key[d]);
@@ -290,8 +297,8 @@ static void mlp_block(const Model *m, int64_t i, const Step *s, Thread *own) {
     #pragma omp barrier
 }
 
-/* x (R, C): the inputs of the first layer, overwritten by the outputs of the last. Token r is at
-   positions[r]; cos and sin (R, rope_dim / 2). A sequence may have several tokens. */
+/* x (R, C): the inputs of the first layer, overwritten by the outputs of the last. Token r attends
+   to positions[r] + 1 keys; cos and sin (R, rope_dim / 2). A sequence may have several tokens. */
 void decode(
     const Model *m, float *x, const float *cos, const float *sin, const int64_t *positions,
     const Adapters *adapters, int64_t R

@@ -8,10 +8,11 @@ stream and attention in fp32.
     use_fused_experts_(model)   # sets the experts hook of MoE layers
 
 FusedLayers runs forward calls of few tokens whose keys and values are in a KVCache or PagedKVCache:
-decode steps of one sequence or a batch, short prompts, drafts. Other calls run layer by layer. It
-supports bf16 models of Attention with RoPE and MLP layers, with and without sliding windows, biases
-and qk_norm; linear layers in bf16, or quantized to q8_0 or q4_0. `run_experts` runs the experts of
-an MoE layer, with few tokens for each, in one C call.
+decode steps of one sequence or a batch, short prompts, drafts; and decode steps whose keys are in
+an EvictingCache. Other calls run layer by layer. It supports bf16 models of Attention with RoPE and
+MLP layers, with and without sliding windows, biases and qk_norm; linear layers in bf16, or
+quantized to q8_0 or q4_0. `run_experts` runs the experts of an MoE layer, with few tokens for each,
+in one C call.
 
 When it loses: a step of many tokens with long contexts, where sdpa's blocks reuse what they read.
 
@@ -27,15 +28,16 @@ if __name__ == "__main__":
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from generation import cpu
+from generation.kv_select import EvictingCache
 from model import (
     MLP,
     Attend,
@@ -67,6 +69,7 @@ class Layer(ctypes.Structure):
         *_fields(ctypes.c_int64, "block_size block_stride head_stride slot_stride ring window"),
         *_fields(ctypes.c_void_p, "tables slots"),
         *_fields(ctypes.c_int64, "width"),
+        *_fields(ctypes.c_void_p, "weights"),
     ]
 
 
@@ -143,6 +146,15 @@ def add_adapters(
     return cpu.load_kernels().add_adapters(*structs, *pointers, *x.shape)
 
 
+class Located(NamedTuple):
+    """The keys and values of a call: the position of each token's last key, the new tensors that
+    the structs point to, and what to call after the step."""
+
+    last: Tensor
+    tensors: list[Tensor]
+    observe: Callable[[], None] = lambda: None
+
+
 class FusedLayers:
     """Consecutive layers of a model, called like one of them. Each must be `supported`. The values
     of their parameters may change in place; no parameter, module or hook may be replaced or added.
@@ -175,9 +187,11 @@ class FusedLayers:
         fits = eager and x.dtype == torch.bfloat16 and x.is_cpu
         if fits and 0 < x.shape[0] * x.shape[1] <= cpu.max_matmul_rows():  # not traceable
             with self.lock:  # the structs have the addresses of one call's keys and values
-                kv_tensors = self._locate_kv(x, positions, attend)  # referenced until `decode` ends
-                if kv_tensors is not None:
-                    return self._decode(x, rope, positions)
+                located = self._locate_kv(x, positions, attend)  # referenced until `decode` ends
+                if located is not None:
+                    y = self._decode(x, rope, located.last)
+                    located.observe()
+                    return y
         for layer in self.layers:
             x = layer(x, rope, positions, attend, *source)
         return x
@@ -221,9 +235,9 @@ class FusedLayers:
         self.tensors.append(tensor)
         return None if tensor is None else tensor.data_ptr()
 
-    def _locate_kv(self, x: Tensor, positions: Tensor, attend: Attend) -> list[Tensor] | None:
-        """Set the structs' addresses of keys and values. Returns the new tensors that they point
-        to, or None if `attend` is not the method of a cache that `decode` can use."""
+    def _locate_kv(self, x: Tensor, positions: Tensor, attend: Attend) -> Located | None:
+        """Set the structs' addresses of keys and values; None if `attend` is not the method of a
+        cache that `decode` can use."""
         method, kwargs = attend, {}
         if isinstance(attend, partial) and not attend.args:
             method, kwargs = attend.func, attend.keywords
@@ -232,10 +246,12 @@ class FusedLayers:
             if type(cache) is KVCache:
                 return self._locate_in_rows(x, positions, cache)
             if type(cache) is PagedKVCache:
-                return self._locate_in_blocks(x, cache, kwargs["step"])
+                return self._locate_in_blocks(x, positions, cache, kwargs["step"])
+            if type(cache) is EvictingCache:
+                return self._locate_in_slots(x, positions, cache)
         return None
 
-    def _locate_in_rows(self, x: Tensor, positions: Tensor, cache: KVCache) -> list[Tensor] | None:
+    def _locate_in_rows(self, x: Tensor, positions: Tensor, cache: KVCache) -> Located | None:
         """_locate_kv for a KVCache, whose rows `decode` reads as one block each."""
         B, T, _ = x.shape
         first, last = (int(p) for p in positions.aminmax())
@@ -252,10 +268,36 @@ class FusedLayers:
             struct.block_stride, struct.head_stride, struct.slot_stride, _ = keys.stride()
             struct.block_size, struct.ring = keys.shape[2], ring
             struct.tables, struct.width, struct.slots = tables.data_ptr(), 1, None
+            struct.weights = None
         cache.end.fill_(last + 1)
-        return [tables]
+        return Located(positions, [tables])
 
-    def _locate_in_blocks(self, x: Tensor, cache: PagedKVCache, step: Step) -> list[Tensor] | None:
+    def _locate_in_slots(
+        self, x: Tensor, positions: Tensor, cache: EvictingCache
+    ) -> Located | None:
+        """_locate_kv for an EvictingCache, whose rows `decode` reads as one block each."""
+        (B, T, _), (L, rows, H, C, _), start = x.shape, cache.k.shape, int(positions[0])
+        fits = T == 1 and B == rows and cache.k.dtype == x.dtype and self._order() is None
+        if not fits or cache.v is None or cache.num_seen != [start] * len(self.layers):
+            return None
+        slots, n = cache.place(0, L, start)
+        slots += C * torch.arange(B)[:, None]
+        tables, last = torch.arange(B, dtype=torch.int32), torch.full((1,), n - 1)
+        weights = None if cache.policy.gain is None else torch.empty(L, B, H, 1, n)
+        for i, struct in enumerate(self.structs):
+            struct.k_cache, struct.v_cache = cache.k[i].data_ptr(), cache.v[i].data_ptr()
+            struct.block_stride, struct.head_stride, struct.slot_stride, _ = cache.k[i].stride()
+            struct.block_size, struct.ring = C, 0
+            struct.tables, struct.width, struct.slots = tables.data_ptr(), 1, slots[i].data_ptr()
+            struct.weights = None if weights is None else weights[i].data_ptr()
+        located = Located(last, [tables, slots])
+        if weights is None:
+            return located
+        return located._replace(observe=partial(cache.observe, 0, L, weights, self.model.Hq))
+
+    def _locate_in_blocks(
+        self, x: Tensor, positions: Tensor, cache: PagedKVCache, step: Step
+    ) -> Located | None:
         """_locate_kv for a PagedKVCache."""
         counts = step.cu_seqlens.diff()  # new tokens of each sequence
         padded = int(step.cu_seqlens[-1]) != x.shape[0] * x.shape[1]
@@ -268,6 +310,8 @@ class FusedLayers:
         ]
         if (order := self._order()) is not None:
             kinds = [None if kind is None else (kind[0][order], kind[1][order]) for kind in kinds]
+        H = self.model.Hkv
+        kinds = [k and (k[0].repeat_interleave(H), k[1]) for k in kinds]  # a slot for each head
         for struct, layer in zip(self.structs, self.layers):
             index = layer.attention.spec.index
             (keys, values), (slots, table) = cache.pages[index], kinds[index in cache.windowed]
@@ -275,8 +319,8 @@ class FusedLayers:
             struct.head_stride, struct.block_stride, struct.slot_stride, _ = keys.stride()
             struct.block_size, struct.ring = cache.block_size, 0
             struct.tables, struct.slots = table.data_ptr(), slots.data_ptr()
-            struct.width = table.shape[1]
-        return [t for kind in kinds if kind for t in kind]
+            struct.width, struct.weights = table.shape[1], None
+        return Located(positions, [t for kind in kinds if kind for t in kind])
 
 
 def run_experts(

@@ -32,18 +32,20 @@ def read_text(path: Path, flag: str = "--perplexity") -> str:
 
 
 def perplexity(
-    model: Transformer, tokenizer: Tokenizer, text: str, prefill: Prefill, top: int | None = None
-) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    model: Transformer, tokenizer: Tokenizer, text: str, prefill: Prefill, top: int | None = None,
+    new_cache: Callable[[int], Any] = lambda n: None,
+) -> tuple[dict[str, float], list[dict[str, Any]]]:  # fmt: skip
     """Perplexity, nats per token and bits per byte of a text; with `top`, also every token's
-    log-probabilities (logprob_entry). Perplexity is nan if a log-probability is not finite.
-    ValueError if the text has less than two tokens."""
+    log-probabilities (logprob_entry). new_cache: see score. Perplexity is nan if a log-probability
+    is not finite. ValueError if the text has less than two tokens."""
     ids = tokenizer.encode(text)
     if not text or len(ids) < 2:
         raise ValueError(
             f"--perplexity: the text is too short ({len(ids)} tokens); give two or more"
         )
     total, entries = 0.0, []
-    for chosen, best, best_ids in score(model, ids, model.config.context, top or 0, prefill):
+    window = model.config.context
+    for chosen, best, best_ids in score(model, ids, window, top or 0, prefill, new_cache):
         total += chosen.double().sum().item()
         for row in zip(chosen, best, best_ids) if top is not None else ():
             token = ids[1 + len(entries)]
@@ -58,16 +60,19 @@ def perplexity(
 
 
 def score(
-    model: Transformer, ids: Sequence[int], window: int, top: int, prefill: Prefill
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    model: Transformer, ids: Sequence[int], window: int, top: int, prefill: Prefill,
+    new_cache: Callable[[int], Any] = lambda n: None,
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
     """Log-probabilities of ids[1:] given the preceding tokens: yields logprobs_of() of each chunk.
 
     A text longer than `window` is scored with a sliding window of stride window / 2: after
-    the first window / 2 tokens, each has at least window / 2 tokens of context.
+    the first window / 2 tokens, each has at least window / 2 tokens of context. new_cache(tokens):
+    what is used in place of a KVCache, if not None.
     """
     half = max(1, window // 2)
     device, dtype = model.embed.weight.device, model.embed.weight.dtype
-    cache = KVCache(model.config, 1, min(window, len(ids)), dtype, device)
+    n = min(window, len(ids))
+    cache = new_cache(n) or KVCache(model.config, 1, n, dtype, device)
     done = 1  # tokens done; the first has no context and is not scored
     while done < len(ids):
         begin = 0 if done == 1 else done - half
