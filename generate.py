@@ -19,6 +19,7 @@
     torchrun --nproc-per-node 4 generate.py --tp 4 ...       tensor parallelism over 4 ranks
     torchrun --nproc-per-node 4 -- generate.py --pp 4 --n 8  pipeline parallelism over 4 ranks
     torchrun --nproc-per-node 4 generate.py --ep ...         expert parallelism over 4 ranks
+    torchrun --nproc-per-node 4 generate.py --cp 4 ...       a KV cache sharded over 4 ranks
 
 Generation has two phases, one function each. `prefill` runs the prompt through the model in chunks:
 large matmuls, compute bound. A decode step runs one token: every weight is read and used once, so
@@ -33,10 +34,12 @@ them in one step: the same distribution, and the same text when greedy (speculat
 --early-exit runs fewer layers for some tokens, and may change the text (generation/early_exit.py).
 
 --tp, --pp and --ep shard the weights and the KV cache over ranks (generation/load.py,
-parallelism/pipeline_inference.py). The text is that of one process up to summation order; with
---quantize also up to quantization, since each rank chooses scales for its own shard. Each rank
-samples on its own and must get the same tokens: all ranks need the same kind of device and the same
-number of threads. (Without the -- before generate.py, torchrun would take --n for its own flag.)
+parallelism/pipeline_inference.py), --cp shards the KV cache by tokens, for long contexts
+(parallelism/kv_parallel.py). The text is that of one process up to summation order; if weights are
+sharded and quantized also up to quantization, since each rank chooses scales for its own shard.
+Each rank samples on its own and must get the same tokens: all ranks need the same kind of device
+and the same number of threads. (Without the -- before generate.py, torchrun would take --n for its
+own flag.)
 
 --compile turns a decode step into one compiled graph of static shapes, on CUDA replayed as a CUDA
 graph (the static cache and compiled step of gpt-fast). On a CPU the graph calls
@@ -388,7 +391,7 @@ def complete(args: GenerateConfig, text: str, gate: Any = None) -> bool:
     if args.kv_budget is not None:
         summary |= getattr(decoder.cache, "summary", dict)()  # a KVCache, if everything fits
     report(args, text if continues else "", rows, summary)
-    print(summary_line(summary, device_name(device, args.mesh)), file=sys.stderr)
+    print(summary_line(summary, device_name(device, args.mesh, args.cp)), file=sys.stderr)
     return True
 
 
@@ -419,11 +422,11 @@ def build_decoder(
         raise ValueError(f"--logprobs must be at most the vocabulary size {V}, not {top}")
     attention, rows = pick_attention(args.attention, args.fixed_max), args.n
     if args.shard_batch and args.mesh is not None:
-        attention = shard_batch_attention(attention, args.mesh.group("tp"))
-        ranks = args.mesh.size("tp")
-        if rows % ranks:
-            raise ValueError(f"--set shard_batch: --n {rows} must be a multiple of --tp {ranks}")
-        rows //= ranks
+        attention, rows = shard_batch_attention(attention, args.mesh, rows)
+    if args.is_on("cp"):
+        from parallelism.kv_parallel import slots_per_rank
+
+        attention, max_len = lambda cache, limit: cache.attend, slots_per_rank(max_len, args.cp)
     # ring buffers for layers with sliding windows, where every step attends through KVCache.attend
     # and none goes back further than the rejected drafts
     ring = attention is sdpa and not args.interactive and args.speculate not in ("tree", "staged")
@@ -451,6 +454,8 @@ def build_decoder(
         if not str(e).startswith("logit_bias"):
             raise
         raise ValueError(f"--set logit_bias {str(e).partition(' ')[2]}") from None
+    if args.is_on("cp"):
+        shard_kv_cache_(decoder)
     if args.ep and dist.is_initialized():
         decoder.broadcast = partial(dist.broadcast, src=0)
     if (args.pp or 1) > 1:
@@ -507,17 +512,35 @@ def pick_attention(name: str, fixed_max: float | None = None) -> AttendFactory:
     return lambda cache, limit: as_attend(cache, limit=limit, fixed_max=fixed_max)
 
 
-def shard_batch_attention(attention: AttendFactory, group: Any) -> AttendFactory:
-    """shard_batch: a rank computes attention with all heads for the rows that it caches. A prompt
-    is one row: every rank prefills it for its own heads, and stores its keys in all its rows."""
+def shard_batch_attention(
+    attention: AttendFactory, mesh: Any, rows: int
+) -> tuple[AttendFactory, int]:
+    """shard_batch: a rank computes attention with all heads for the rows that it caches, of which
+    it returns the number. A prompt is one row: every rank prefills it for its own heads, and stores
+    its keys in all its rows."""
     from parallelism.inference_parallel import batch_sharded_attend
+
+    group, ranks = mesh.group("tp"), mesh.size("tp")
+    if rows % ranks:
+        raise ValueError(f"--set shard_batch: --n {rows} must be a multiple of --tp {ranks}")
 
     def make_attend(cache: KVCache, limit: int | None) -> Attend:
         plain = attention(cache, limit)
         sharded = batch_sharded_attend(plain, group)
         return lambda spec, q, *rest: (sharded if len(q) > 1 else plain)(spec, q, *rest)
 
-    return make_attend
+    return make_attend, rows // ranks
+
+
+def shard_kv_cache_(decoder: Decoder) -> None:
+    """--cp: the decoder's cache is this rank's part of one that is sharded over all ranks."""
+    from parallelism.kv_parallel import KVParallelCache, KVParallelModel
+
+    decoder.cache = KVParallelCache(decoder.cache)
+    try:
+        decoder.model = KVParallelModel(decoder.model, decoder.cache)
+    except ValueError as e:
+        raise ValueError(f"--cp: {e}") from None
 
 
 def report(
@@ -647,7 +670,7 @@ def run(args: GenerateConfig) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    flags = ("--ep", "--tp", "--pp", "--disaggregate")
+    flags = ("--ep", "--tp", "--pp", "--cp", "--disaggregate")
     distributed = any(a.partition("=")[0] in flags for a in argv)
     if not distributed or "WORLD_SIZE" not in os.environ or os.environ.get("RANK") == "0":
         return run_cli(argv)

@@ -18,7 +18,7 @@ their own. All models are tiny random ones or the shipped checkpoints.
     calibrate sparse gemm gguf                               quantization/
     data optimizers offload recompute chunked_loss lora token_windows          training/
     alignment tuning                                                           training/
-    cp ep async_tp zero pipeline schedules planner           parallelism/
+    cp kv_parallel ep async_tp zero pipeline schedules planner           parallelism/
     generate train draft_head attention_in                   the programs
     layout dry_run diloco quantized_collectives train_scale  composition: many devices, many flags
     checkpoint recovery                                      faults
@@ -125,6 +125,7 @@ import attention as A
 from quantization import gemm as X
 from parallelism import context_parallel as CP
 from parallelism import inference_parallel
+from parallelism import kv_parallel as KVP
 import moe as O
 import paged_kv as P
 import parallel
@@ -132,8 +133,10 @@ from parallelism import pipeline as PL
 from parallelism import planner
 import quantize as Q
 from parallelism import quantized_collectives as QC
+from parallelism import ring_self_attention as RSA
 from serving import adapters as AD
 from parallelism import schedules as SC
+from parallelism import sharded_attention as SA
 from quantization import sparse as Z
 from parallelism import zero
 
@@ -9682,8 +9685,8 @@ def test_files_without_imports_import_alone(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    "parallel context_parallel async_tp inference_parallel diloco quantized_collectives zero "
-    "expert_parallel pipeline checkpoint recovery".split(),
+    "parallel context_parallel sharded_attention ring_self_attention async_tp inference_parallel "
+    "diloco quantized_collectives zero expert_parallel pipeline checkpoint recovery".split(),
 )
 def test_files_run_alone_under_torchrun(name, tmp_path):
     """Copied into an empty folder, files that need ranks pass their check and print their table
@@ -23339,19 +23342,6 @@ def cp_draw(seed):
     return cp_case(form, ranks=ranks, T=T, **more)
 
 
-def cp_draw_prefix(mode, seed):
-    """New tokens over caches of any length, known to all ranks or not."""
-    rng = random.Random(seed)
-    more = dict(
-        cached=[rng.choice([0, 1, 5, 9]) for _ in range(4)], placement=CP_PLACEMENTS[seed % 3]
-    )
-    more |= dict(dtype=(torch.float64, torch.float32)[seed % 2], known_lengths=rng.random() < 0.5)
-    more |= dict(
-        attention=rng.choice(["plain", "flash"]), T=8 * rng.randint(1, 3), Hkv=1 + seed % 2
-    )
-    return CP_PREFIX | dict(mode=mode, seed=seed) | more
-
-
 CP_CASES = {f"drawn {seed}": cp_draw(seed) for seed in range(16)}
 for form in ("ring", "gather"):
     for at in CP_PLACEMENTS:
@@ -23366,34 +23356,28 @@ for form in ("ring", "gather"):
 for form in ("ulysses", "2d", "2d-gather"):
     CP_CASES[f"{form} fp32"] = cp_case(form, dtype=torch.float32, window=7)
 CP_CASES["ulysses"] = cp_case("ulysses", Hq=8, Hkv=4)
+for n, at in enumerate(CP_PLACEMENTS):
+    to = dict(placement=at, B=2, D=7, ranks=(4, 2, 4)[n], scale=0.7, lse=n > 0)
+    CP_CASES[f"scores {at}"] = cp_case("scores", **to)
+    CP_CASES[f"scores {at} window"] = cp_case("scores", **to | dict(window=5, Dv=3))
+CP_CASES["scores no mask"] = cp_case("scores", causal=False, dtype=torch.float32)
+CP_CASES["scores bf16"] = cp_case("scores", dtype=torch.bfloat16)
 CP_FUZZ = {f"drawn {seed}": cp_draw(seed) for seed in range(16, 76)}
-CP_PREFIX = dict(form="prefix", B=2, T=16, Hq=4, Hkv=2, D=6, Dv=5, dtype=torch.float64, seed=3)
-CP_PREFIX |= dict(placement="zigzag", attention="plain", known_lengths=False, scale=0.4)
-CP_PREFIXES = {
-    f"{mode} {seed}": cp_draw_prefix(mode, seed)
-    for mode, seed in product(("pass-kv", "pass-q"), range(6))
-} | {
-    "pass-kv nothing": CP_PREFIX | dict(mode="pass-kv", cached=[0] * 4),
-    "pass-q nothing": CP_PREFIX | dict(mode="pass-q", cached=[0] * 4),
-    "pass-q bf16": CP_PREFIX | dict(mode="pass-q", cached=[5, 6, 0, 8], dtype=torch.bfloat16),
-    "auto long": CP_PREFIX | dict(mode="auto", cached=[200] * 4, T=8, Hkv=1),  # 8/808 < 1/2
-    "auto short": CP_PREFIX | dict(mode="auto", cached=[1] * 4, T=8, Hkv=1),  # 8/12 >= 1/2
-}
 
 
-def cp_inputs(s, T, K=0):
-    """q (B, T, Hq, D), k and v of T + K keys, and gradients of o and lse"""
+def cp_inputs(s, T):
+    """q (B, T, Hq, D), k, v, and gradients of o and lse"""
     rng = seeded(s["seed"])
     make = lambda *shape: torch.randn(shape, generator=rng, dtype=torch.float64).to(s["dtype"])
     B, Hq, Hkv = s["B"], s["Hq"], s["Hkv"]
-    q, k, v = make(B, T, Hq, s["D"]), make(B, T + K, Hkv, s["D"]), make(B, T + K, Hkv, s["Dv"])
+    q, k, v = make(B, T, Hq, s["D"]), make(B, T, Hkv, s["D"]), make(B, T, Hkv, s["Dv"])
     grad_lse = make(B, Hq, T) * (1.0 if s.get("lse", True) else 0.0)
     return q, k, v, make(B, T, Hq, s["Dv"]), grad_lse
 
 
-def cp_mask(T, causal, window, cu, K=0):
-    """Which of K + T keys the queries at K .. K + T - 1 see"""
-    i, j = torch.arange(K, K + T)[:, None], torch.arange(K + T)
+def cp_mask(T, causal, window, cu):
+    """Which of T keys the T queries see"""
+    i, j = torch.arange(T)[:, None], torch.arange(T)
     seen = (i >= j) | (not causal)
     seen = seen & (i - j < window) if window else seen
     if cu:
@@ -23404,10 +23388,10 @@ def cp_mask(T, causal, window, cu, K=0):
 
 def cp_reference(s):
     """Dense attention in one process in fp64: mask from positions, softmax, torch's gradients."""
-    K, group = sum(s.get("cached", [0])), s["Hq"] // s["Hkv"]
-    q, k, v, go, gl = (x.double() for x in cp_inputs(s, s["T"], K))
+    group = s["Hq"] // s["Hkv"]
+    q, k, v, go, gl = (x.double() for x in cp_inputs(s, s["T"]))
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    seen = cp_mask(s["T"], s.get("causal", True), s.get("window"), s.get("cu"), K)
+    seen = cp_mask(s["T"], s["causal"], s["window"], s["cu"])
     k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
     scores = torch.einsum("bthd,bshd->bhts", q, k) * (s["scale"] or s["D"] ** -0.5)
     scores = scores.masked_fill(~seen, -torch.inf)
@@ -23450,7 +23434,11 @@ def cp_function(env, s):
         run = partial(CP.ulysses_attention, group=groups["inner"], attention=ring, **kwargs)
         return run, positions
     positions = CP.cp_positions(s["T"], ranks, rank % ranks, s["placement"])
-    kwargs |= dict(group=groups[ranks], attention=attention, cu_seqlens=cu)
+    kwargs |= dict(group=groups[ranks])
+    if form == "scores":
+        placement = partial(CP.cp_positions, placement=s["placement"])
+        return partial(RSA.ring_self_attention, placement=placement, **kwargs), positions
+    kwargs |= dict(attention=attention, cu_seqlens=cu)
     if form == "ulysses":
         return partial(CP.ulysses_attention, **kwargs), positions
     run = CP.ring_attention if form == "ring" else CP.all_gather_attention
@@ -23511,6 +23499,12 @@ def cp_check_transfers(s, forward, backward):
         assert cp_bytes(forward, "exchange") == [k + v] * hops
         assert sorted(cp_bytes(backward, "exchange")) == [k + v] * hops + [wide * (k + v)] * hops
         assert not cp_bytes(forward + backward, "all_to_all", "all_gather")
+    elif s["form"] == "scores":  # as many bytes as ring attention's
+        assert cp_bytes(forward, "exchange") == [k] * (ranks - 1) + [v] * (ranks - 1)
+        assert cp_bytes(backward, "exchange") == [v] * (ranks - 1) + [k] * (ranks - 1)
+        grads = [ranks * wide * k, ranks * wide * v]  # of which a rank sends all but its own part
+        assert cp_bytes(backward, "reduce_scatter") == grads
+        assert not cp_bytes(forward + backward, "all_to_all", "all_gather", "all_reduce")
     elif s["form"] == "gather" and ranks > 1 and s["window"] is None:
         for events in (forward, backward):
             assert sorted(cp_bytes(events, "all_gather")) == sorted((k, v))
@@ -23525,36 +23519,6 @@ def cp_equals_one_process(env, s):
     counted = s["window"] is None or (s["placement"] == "contiguous" and s["causal"])
     if counted and s["cu"] is None and s["mode"] == "plain":
         cp_check_transfers(s, forward, backward)
-
-
-def cp_prefix(env, s):
-    """New tokens over a cache whose keys lie in any order on any rank; auto picks the smaller
-    message, and the bytes sent are the formulas'."""
-    cached, T, wire = s["cached"], s["T"], env.wire
-    q, k, v, *_ = cp_inputs(s, T, sum(cached))
-    local = torch.randperm(sum(cached), generator=seeded(1)).split(cached)[env.rank]
-    positions = CP.cp_positions(T, 4, env.rank, s["placement"])
-    new = positions + sum(cached)
-    attention = cp_attention(s["attention"], wire)
-    ring = partial(CP.ring_attention, placement=s["placement"], attention=attention)
-    more = dict(mode=s["mode"], new_attention=partial(ring, return_lse=True), attention=attention)
-    more |= dict(scale=s["scale"], cached=cached if s["known_lengths"] else None, return_lse=True)
-    wire.reset()
-    args = q[:, positions], k[:, new], v[:, new], k[:, local], v[:, local]
-    o, lse = inference_parallel.prefix_attention(*args, **more)
-    events = wire.events
-    cp_check_equal(s, dict(o=o, lse=lse), positions, ("o", "lse"))
-    B, t, e, d = s["B"], T // 4, s["dtype"].itemsize, s["D"] + s["Dv"]
-    assert cp_bytes(events, "all_gather") == ([] if s["known_lengths"] else [8])
-    ring = [B * t * s["Hkv"] * d * e] * 3  # over the new tokens
-    mode = s["mode"] if s["mode"] != "auto" else "pass-q" if sum(cached) > 4 else "pass-kv"
-    if mode == "pass-kv":
-        keys = [B * cached[(env.rank - i) % 4] * s["Hkv"] * d * e for i in range(3)]
-        assert cp_bytes(events, "exchange") == keys + ring and not cp_bytes(events, "all_to_all")
-    else:
-        assert cp_bytes(events, "exchange") == [B * t * s["Hq"] * s["D"] * e] * 3 + ring
-        returned = [4 * B * t * s["Hq"] * s["Dv"] * e, 4 * B * t * s["Hq"] * max(4, e)]
-        assert cp_bytes(events, "all_to_all") == returned
 
 
 CP_OTHERS: dict[str, Callable] = {}
@@ -23635,11 +23599,28 @@ def cp_autograd_saves_only_local_rows(env):
 
 
 @cp_other
+def cp_ring_self_attention_saves_rows_of_scores(env):
+    """T^2 / ranks probabilities per head, beside q, k, v and o; ring attention saves none."""
+    q, k, v, *_ = cp_inputs(cp_case(T=64), 64)
+    leaves = [x.chunk(4, 1)[env.rank].clone().requires_grad_() for x in (q, k, v)]
+    saved = {}
+
+    def keep(x):
+        saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        o = RSA.ring_self_attention(*leaves)
+    scores = RSA.score_bytes(64, 4, heads=4, itemsize=8)
+    assert scores == 4 * 64 * 64 // 4 * 8
+    assert sum(saved.values()) == sum(x.nbytes for x in (*leaves, o)) + scores
+
+
+@cp_other
 def cp_bad_shapes_are_refused(env):
     """A ValueError of one line with the numbers, before any transfer."""
     rand = lambda T=8, H=2, D=4: torch.randn(1, T, H, D)
-    x, q = rand(), rand(H=4)
-    prefix = partial(inference_parallel.prefix_attention, new_attention=None, attention=None)
+    x = rand()
     ring, gather, ulysses = CP.ring_attention, CP.all_gather_attention, CP.ulysses_attention
     for run, words in (
         (partial(ring, rand(7), rand(7), rand(7)), "28 tokens on 4 ranks: zigzag needs"),
@@ -23652,10 +23633,6 @@ def cp_bad_shapes_are_refused(env):
         (partial(ring, rand(H=3), x, x), "3 heads"),
         (partial(ulysses, rand(H=6), x, x), "6 query heads cannot be split over 4"),
         (partial(ulysses, rand(H=12), rand(H=3), rand(H=3)), "3 key heads"),
-        (partial(prefix, q, x, x, x, x, mode="pass-v"), "pass-v"),
-        (partial(prefix, q, x, x, rand(H=4), x), "k_cache"),
-        (partial(prefix, q, x, x, x, x, cached=[8, 8, 8]), r"\[8, 8, 8\]"),
-        (partial(prefix, q.clone().requires_grad_(), x, x, x, x), "no_grad"),
     ):
         env.wire.reset()
         with pytest.raises(ValueError, match=words) as caught:
@@ -23686,7 +23663,7 @@ def cp_works(cases, run):
     return {name: lambda env, case=case: run(env, case) for name, case in cases.items()}
 
 
-CP_WORKS = cp_works(CP_CASES, cp_equals_one_process) | cp_works(CP_PREFIXES, cp_prefix) | CP_OTHERS
+CP_WORKS = cp_works(CP_CASES, cp_equals_one_process) | CP_OTHERS
 cp_done = on_ranks("cp_done", CP_WORKS, hang=10, setup=cp_setup)
 CP_SLOW = cp_works(CP_FUZZ, cp_equals_one_process)
 cp_done_slow = on_ranks("cp_done_slow", CP_SLOW, limit=500, hang=10, setup=cp_setup)
@@ -23694,8 +23671,8 @@ cp_done_slow = on_ranks("cp_done_slow", CP_SLOW, limit=500, hang=10, setup=cp_se
 
 @pytest.mark.parametrize("name", CP_WORKS)
 def test_cp_equals_one_process(cp_done, name):
-    """o, lse and all gradients of ring, all-gather, Ulysses, 2D and prefix attention == attention
-    in one process; their transfers are counted, timed and lost."""
+    """o, lse and all gradients of ring, all-gather, Ulysses, 2D and Ring Self-Attention == those of
+    one process; their transfers are counted, timed and lost."""
     cp_done[name]
 
 
@@ -23704,16 +23681,6 @@ def test_cp_equals_one_process(cp_done, name):
 def test_cp_equals_one_process_fuzz(cp_done_slow, name):
     """The same for random shapes, masks, document boundaries and placements."""
     cp_done_slow[name]
-
-
-def test_cp_pass_kv_or_pass_q():
-    """By bytes, and where the transfer of keys is hidden; bad positions are refused."""
-    choose = inference_parallel.should_pass_kv
-    assert choose(100, 0, 8, 8) is False  # full prefill of MHA: q is half of K and V
-    assert choose(100, 0, 8, 4) and choose(100, 0, 64, 8) and choose(25, 75, 64, 8)
-    assert not choose(24, 76, 64, 8)
-    known = dict(ranks=4, flops=1e12, bandwidth=1e10)  # hidden from 4 * 1e12 * 8 * 2 / (128 * 1e10)
-    assert choose(50, 10**6, 64, 8, **known) and not choose(49, 10**6, 64, 8, **known)
 
 
 REFUSED |= {
@@ -24543,6 +24510,368 @@ for wrong in (8, 100, -2):
 for n in (0, -1):
     call = partial(Y.all_to_all_dispatch, O.grouped_experts, 2, chunks=n)
     REFUSED[f"ep: {n} chunks"] = call, rf"chunks.*{n}"
+
+
+# --------------------------------------------------------------------------------------------------
+# kv_parallel.py, on four ranks, against attention and models in one process
+# --------------------------------------------------------------------------------------------------
+
+
+def kvp_case(seed, **more):
+    """New tokens after cached ones; every rank has any of the queries and any of the keys."""
+    rng, forms = random.Random(seed), ("plain", "plain", "absorbed", "expanded")
+    case = dict(seed=seed, form=forms[seed % 4], B=1 + seed % 2)
+    case |= dict(T=rng.choice([1, 3, 16, 300]), S=rng.choice([0, 5, 40]), Hq=4, Hkv=1 + seed % 2)
+    case |= dict(window=rng.choice([None, None, 1, 7, 30]), softcap=rng.choice([None, 2.0]), D=6)
+    case |= dict(alibi=rng.random() < 0.4, sinks=rng.random() < 0.4, Dv=rng.choice([4, 6]))
+    case |= dict(mode=("pass-kv", "pass-q")[seed // 4 % 2], placement="random")
+    case |= dict(dtype=(torch.float64, torch.float32)[seed // 2 % 2])
+    return case | more
+
+
+def kvp_spec(s):
+    """A layer's constants, and what expands a latent."""
+    rng, flags = seeded(1), dict.fromkeys("alibi_slopes sinks latent latent_dim expand".split())
+    make = lambda *shape: torch.randn(shape, generator=rng, dtype=torch.float64).to(s["dtype"])
+    up = make(5, s["Hq"] * (s["D"] - 2 + s["Dv"]))
+
+    def expand(latent):  # (B, S, 1, 5 + 2) -> k (B, S, Hq, D), v (B, S, Hq, Dv)
+        k, v = (latent[..., :5] @ up).view(*latent.shape[:2], s["Hq"], -1).split([4, s["Dv"]], -1)
+        return torch.cat((k, latent[..., 5:].expand(-1, -1, s["Hq"], -1)), -1), v
+
+    flags |= dict(scale=0.4, window=s["window"], softcap=s["softcap"], index=0)
+    if s["alibi"]:
+        flags["alibi_slopes"] = torch.rand(s["Hq"], generator=rng)
+    if s["sinks"]:
+        flags["sinks"] = torch.randn(s["Hq"], generator=rng)
+    flags |= dict(expand=expand) if s["form"] == "expanded" else {}
+    return SimpleNamespace(**flags | (dict(latent_dim=5) if s["form"] == "absorbed" else {}))
+
+
+def kvp_inputs(s, spec):
+    """q, what is cached (k and v, or latents), and k and v for the reference"""
+    rng, n = seeded(s["seed"]), s["S"] + s["T"]
+    make = lambda *shape: torch.randn(shape, generator=rng, dtype=torch.float64).to(s["dtype"])
+    q = make(s["B"], s["T"], s["Hq"], 7 if s["form"] == "absorbed" else 6)
+    if s["form"] == "plain":
+        kv = [make(s["B"], n, s["Hkv"], d) for d in (6, s["Dv"])]
+        return q, kv, kv
+    kv = [make(s["B"], n, 1, 7)]
+    return q, kv, spec.expand(*kv) if spec.expand else (kv[0], kv[0][..., :5])
+
+
+def kvp_attention(env, s):
+    """o and lse == attention_reference's; bytes == the formula's; sinks count once."""
+    spec, rng = kvp_spec(s), random.Random(s["seed"])
+    q, kv, (k, v) = kvp_inputs(s, spec)
+    owners = lambda n: torch.tensor([rng.choice([0, 0, 1, 3]) for _ in range(n)])  # none on rank 2
+    at_q, at_k = (
+        [start + (owner == r).nonzero()[:, 0] for r in range(4)]
+        for start, owner in ((s["S"], owners(s["T"])), (0, owners(s["S"] + s["T"])))
+    )
+    own = at_q[env.rank] - s["S"]
+    env.wire.reset()
+    args = spec, q[:, own], at_q, [x[:, at_k[env.rank]] for x in kv], at_k, None, s["mode"]
+    o, lse = SA.sharded_attention(*args)
+    events = env.wire.events
+    o = o if spec.sinks is None else SA.add_sinks(o, lse, spec.sinks)
+    flags = {name: getattr(spec, name) for name in "scale window softcap alibi_slopes".split()}
+    reference = partial(A.attention_reference, *(x.double() for x in (q, k, v)), **flags)
+    tolerance = 1e-5 if s["dtype"] == torch.float32 else 1e-12
+    close(o, reference(sinks=spec.sinks)[:, own], tolerance)
+    close(lse, reference(return_lse=True)[1][:, :, own], tolerance)
+    sent = torch.tensor(kvp_sent(events), dtype=torch.float64)
+    dist.all_reduce(sent)
+    wide = 8 if s["dtype"] == torch.float64 else 4
+    sizes = dict(ranks=4, Hq=s["Hq"], kv=sum(x.shape[2] * x.shape[3] for x in kv), D=q.shape[3])
+    sizes |= dict(Dv=v.shape[3], B=s["B"], itemsize=s["dtype"].itemsize)
+    sizes |= dict(S=s["S"] + s["T"], T=4 * max(map(len, at_q)), output_itemsize=wide)  # T: padded
+    assert sent == 4 * SA.bytes_sent(s["mode"], **sizes)
+
+
+def kvp_sent(events):
+    """Bytes that this rank sends to others."""
+    others = lambda event: len(event["ranks"]) - 1
+    factors = dict(all_gather=others, exchange=lambda event: 1)
+    factors |= dict(all_to_all=lambda event: others(event) / (others(event) + 1))
+    return sum(e["nbytes"] * factors[e["kind"]](e) for e in events if e["kind"] in factors)
+
+
+KVP_CONFIGS = {
+    "gqa": tiny(n_layers=2),
+    "windows": tiny(n_layers=3, windows=(None, 5, 40)),
+    "alibi": tiny(n_layers=2, family="sheaf", alibi=True),
+    "mla": latent(),
+}
+
+
+@dataclass(frozen=True)
+class KVPRun:
+    """A prompt in chunks, then decode steps of all rows."""
+
+    config: str = "gqa"
+    ranks: int = 4
+    rows: int = 1
+    chunks: tuple = (18, 13, 7)
+    steps: int = 10
+    members: tuple | None = None  # that keep the prompt
+    grow: int | None = None  # after a third of the steps
+
+
+@cache
+def kvp_model(name):
+    return random_model(KVP_CONFIGS[name]).double()
+
+
+def kvp_run(run, cache, model, wire=None):
+    """(logits, transfers, tokens of each rank) of each call. model(tokens, positions, attend)"""
+    config, at, outs = KVP_CONFIGS[run.config], 0, []
+    for step, T in enumerate([*run.chunks, *[1] * run.steps], -len(run.chunks)):
+        if step == run.steps // 3 and run.grow is not None and wire:
+            cache.grow(run.grow)
+        if wire:
+            wire.reset()
+        tokens = random_tokens(config, 1 if step < 0 else run.rows, T, seed=at)
+        logits = model(tokens, torch.arange(at, at + T), cache.attend)[:, -1]
+        outs.append((logits, wire and wire.events, wire and cache.counts))
+        at += T
+    return outs
+
+
+def kvp_setup(env):
+    cp_setup(env)
+    env.groups[3] = dist.new_group([0, 1, 2])
+
+
+def kvp_generates(env, run):
+    """Logits and stored keys == one process's. Each rank stores its share of the tokens, in decode
+    only outputs are sent, and for sharded rows queries and the new keys."""
+    if env.rank == 3 and run.ranks == 3:
+        return
+    model, length, group = kvp_model(run.config), sum(run.chunks) + run.steps, env.groups[run.ranks]
+    new = lambda rows, slots: M.KVCache(model.config, rows, slots, torch.float64)
+    members, whole = run.members or tuple(range(run.ranks)), new(run.rows, length)
+    slots = KVP.slots_per_rank(length, len(members), 4)
+    cache = KVP.KVParallelCache(new(run.rows, slots), group, members, 4)
+    got = kvp_run(run, cache, KVP.KVParallelModel(model, cache), env.wire)
+    for a, b in zip(got, kvp_run(run, whole, model), strict=True):
+        close(a[0], b[0], 1e-5)
+    kvp_check_parts(run, cache, whole, members)
+    for T, (_, _, counts) in zip(run.chunks, got):
+        own = [counts[r] for r in members]
+        if T < 2 * run.ranks:  # such few tokens are on one rank
+            break
+        assert max(own) - min(own) <= (1 if len(own) == run.ranks else 4), counts
+        assert sum(own) == sum(counts)
+    c, L = model.config, model.config.n_layers
+    D, Dv, kv = c.head_dim, c.head_dim, 2 * c.n_kv_heads * c.head_dim
+    if c.kv_lora_rank:
+        kv = D = c.kv_lora_rank + c.qk_rope_head_dim
+        Dv = c.kv_lora_rank
+    sizes = dict(ranks=run.ranks, Hq=c.n_heads, kv=kv, D=D, Dv=Dv, B=run.rows, itemsize=8)
+    sharded = run.rows % run.ranks == 0
+    want = L * SA.bytes_sent("rows" if sharded else "replicated", output_itemsize=8, **sizes)
+    want += sharded * (run.ranks - 1) * run.rows / run.ranks * c.dim * 8  # hidden states
+    assert all(kvp_sent(events) == want for _, events, _ in got[len(run.chunks) :])
+
+
+def kvp_check_parts(run, cache, whole, members):
+    rank, counts, size = cache.rank, cache.counts, cache.block_size
+    assert sum(counts) == whole.length == cache.length
+    at = torch.cat([cache.held(r) for r in range(run.ranks)])
+    assert torch.equal(at.sort().values, torch.arange(cache.length))
+    for part, full in zip(cache.cache.k + cache.cache.v, whole.k + whole.v, strict=True):
+        if full is not whole.k[-1] or not KVP_CONFIGS[run.config].n_mtp_layers:
+            close(part[:, :, : counts[rank]], full[:, :, cache.held(rank)], 1e-5)
+    if run.grow is None:
+        own = [counts[r] for r in members]
+        assert max(own) - min(own) <= size and sum(own) == sum(counts)
+    else:  # what came before it did not move
+        joined = sum(run.chunks) + run.steps // 3
+        assert cache.held(run.grow).min() >= joined and counts[run.grow] >= size
+    ledger = cache.ledger
+    assert sum(map(ledger.balance, ledger.capacity)) == 0
+    for r in range(run.ranks):
+        assert ledger.blocks[cache.home, r] == -(-counts[r] // size)
+
+
+KVP_RUNS = {
+    "one row": KVPRun(),
+    "windows": KVPRun("windows", rows=2, ranks=2),
+    "alibi": KVPRun("alibi", ranks=3, rows=2),
+    "mla": KVPRun("mla", chunks=(25, 9), steps=4),
+    "mla rows": KVPRun("mla", rows=4, chunks=(25,), steps=3),
+    "4 masters": KVPRun(rows=4),
+    "8 rows of 3 ranks": KVPRun(rows=8, ranks=3, chunks=(50, 1), steps=6),
+    "one token": KVPRun(chunks=(1,), steps=14, ranks=2),
+    "two keep the prompt": KVPRun(members=(1, 2), chunks=(40, 33)),
+    "a rank joins": KVPRun("windows", members=(0, 1), grow=3, rows=4, steps=14),
+    "a rank joins two": KVPRun(members=(1, 0), grow=2, ranks=3, steps=14),
+}
+KVP_WORKS = cp_works({f"attention {n}": kvp_case(n) for n in range(16)}, kvp_attention)
+KVP_WORKS |= cp_works(KVP_RUNS, kvp_generates)
+
+
+def kvp_other(work):
+    KVP_WORKS[work.__name__.removeprefix("kvp_").replace("_", " ")] = work
+    return work
+
+
+def kvp_slots(rows, slots):
+    return M.KVCache(KVP_CONFIGS["gqa"], rows, slots, torch.float64)
+
+
+def kvp_step(model, cache, at, n=1):
+    tokens, positions = random_tokens(KVP_CONFIGS["gqa"], 1, n, seed=at), torch.arange(at, at + n)
+    return model(tokens, positions, cache.attend)[:, -1]
+
+
+@kvp_other
+def kvp_a_ring_leaves_keys_where_two_ranks_keep_them(env):
+    """Keeping a prompt on two of four ranks sends no byte more than keeping it on all."""
+    model, sent = kvp_model("gqa"), []
+    for members in (None, (0, 3)):
+        cache = KVP.KVParallelCache(kvp_slots(1, 64), members=members)
+        env.wire.reset()
+        kvp_step(KVP.KVParallelModel(model, cache), cache, 0, 64)
+        sent.append(kvp_sent(env.wire.events))
+        assert cache.counts == ([16] * 4 if members is None else [32, 0, 0, 32])
+    assert sent[0] == sent[1] > 0
+
+
+@kvp_other
+def kvp_a_full_rank_borrows_blocks(env):
+    """Two requests share a ledger: the one that fills its home's memory decodes on over a
+    neighbour's, with the tokens of one process; what the other has left is refused, then given
+    back."""
+    model, whole, ledger = kvp_model("gqa"), kvp_slots(1, 32), KVP.Ledger([3, 5, 0, 0])
+    cache_of = lambda home: KVP.KVParallelCache(kvp_slots(1, 32), None, [home], 4, home, ledger)
+    long, short = cache_of(0), cache_of(1)
+    parallel = KVP.KVParallelModel(model, long)
+    close(kvp_step(parallel, long, 0, 11), kvp_step(model, whole, 0, 11), 1e-5)
+    kvp_step(KVP.KVParallelModel(model, short), short, 0, 9)
+    for at in range(11, 20):
+        if at == 12:  # its three blocks are full
+            with pytest.raises(ValueError, match="rank 0 has room for 0 tokens, not 1"):
+                long.begin(1, 1, at)
+            long.grow(1)
+        close(kvp_step(parallel, long, at), kvp_step(model, whole, at), 1e-5)
+    assert ledger.blocks == {(0, 0): 3, (0, 1): 2, (1, 1): 3} and long.counts == [12, 8, 0, 0]
+    assert [*map(ledger.balance, range(4))] == [-2, 2, 0, 0]
+    with pytest.raises(ValueError, match="rank 1 has room for 3 tokens, not 4"):
+        short.begin(1, 4, 9)
+    long.truncate(0)
+    assert short.begin(1, 4, 9).owner.tolist() == [1] * 4 and ledger.balance(0) == 0
+    assert ledger.died(1) == {} and ledger.capacity == {0: 3, 2: 0, 3: 0}
+
+
+@kvp_other
+def kvp_any_lost_transfer_changes_the_output(env):
+    """Of both ways through the ring, and of decode."""
+    run = KVPRun(chunks=(8, 40), steps=1, rows=4)
+
+    def logits(lose):
+        cache = KVP.KVParallelCache(kvp_slots(4, 64))
+        model = KVP.KVParallelModel(kvp_model("gqa"), cache)
+        env.wire.reset(lose)
+        return torch.cat([x.flatten() for x, *_ in kvp_run(run, cache, model)])
+
+    want, n = logits(None), env.wire.count
+    assert n > 12
+    for lose in range(0, n, 2):
+        worst = (logits(lose) - want).abs().max()
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+        assert worst > 1e-3, lose
+
+
+@kvp_other
+def kvp_bad_shapes_are_refused(env):
+    """A ValueError of one line with the numbers, before any transfer."""
+    q, at = torch.randn(1, 2, 4, 6), [torch.arange(2)] * 4
+    spec = kvp_spec(kvp_case(0))
+    run = partial(SA.sharded_attention, spec)
+    cache = KVP.KVParallelCache(M.KVCache(KVP_CONFIGS["gqa"], 1, 16))
+    for call, words in (
+        (lambda: run(q, at, [q, q], at, mode="pass-v"), "pass-v"),
+        (lambda: run(q, at[:3], [q, q], at), r"of \[2, 2, 2\] tokens: rank . of 4 has 2"),
+        (lambda: run(q, at, [q[:, :1]] * 2, at), "has 1"),
+        (lambda: run(q.clone().requires_grad_(), at, [q, q], at), "no_grad"),
+        (lambda: cache.begin(1, 1, 3), "position 3: only 0 tokens"),
+        (lambda: cache.begin(1, 65, 0), "rank 0 has room for 16 tokens, not 17: let another"),
+        (lambda: [cache.shrink(r) for r in range(4)], "last member"),
+        (lambda: cache.grow(4), "below 4, not 4"),
+    ):
+        env.wire.reset()
+        with pytest.raises(ValueError, match=words) as caught:
+            call()
+        assert not env.wire.events and "\n" not in str(caught.value)
+
+
+kvp_done = on_ranks("kvp_done", KVP_WORKS, hang=10, setup=kvp_setup)
+
+
+@pytest.mark.parametrize("name", KVP_WORKS)
+def test_kv_parallel_equals_one_process(kvp_done, name):
+    """Attention to a cache of which each rank has any part, and models that generate with it, for
+    every mask and both forms of MLA == one process; bytes sent are the formulas'."""
+    kvp_done[name]
+
+
+@given(seed=strategies.integers(0, 2**32))
+@hypothesis.settings(max_examples=60)
+def test_kv_parallel_ledger_sums_to_zero(seed):
+    """Lending, return and death, beside lists of each lender's blocks by the instance that uses
+    them: free blocks, balances and losses; what is refused changes nothing."""
+    rng = random.Random(seed)
+    blocks = {i: [None] * rng.randint(0, 9) for i in range(rng.randint(2, 6))}
+    ledger = KVP.Ledger([*map(len, blocks.values())])
+    refused = lambda bad, words: (
+        pytest.raises(ValueError, match=words) if bad else contextlib.nullcontext()
+    )
+    for _ in range(40):
+        a, b, n = *(rng.choice([*blocks]) for _ in range(2)), rng.randint(0, 8)
+        uses, own = blocks[b].count(a), blocks[a].count(None)
+        match rng.choice("borrow borrow from return return death".split()):
+            case "borrow":
+                free = sum(x.count(None) for x in blocks.values())
+                with refused(n > free, "free"):
+                    taken = ledger.borrow(a, n)
+                    assert sum(taken.values()) == n and taken.get(a, 0) == min(n, own)  # own first
+                    for lender, share in taken.items():
+                        for _ in range(share):
+                            blocks[lender][blocks[lender].index(None)] = a
+            case "from":
+                few = n > blocks[b].count(None)
+                with refused(few, "free"):
+                    assert ledger.borrow(a, n, b) == ({b: n} if n else {})
+                for _ in range(0 if few else n):
+                    blocks[b][blocks[b].index(None)] = a
+            case "return":
+                with refused(n > uses, "has"):
+                    ledger.give_back(a, b, n)
+                for _ in range(0 if n > uses else n):
+                    blocks[b][blocks[b].index(a)] = None
+            case "death" if len(blocks) > 1:
+                lost = Counter(x for x in blocks.pop(a) if x not in (None, a))
+                assert ledger.died(a) == lost
+                blocks = {i: [None if x == a else x for x in own] for i, own in blocks.items()}
+        assert ledger.capacity == {i: len(own) for i, own in blocks.items()}
+        balances = {i: ledger.balance(i) for i in blocks}
+        assert sum(balances.values()) == 0
+        for i, own in blocks.items():
+            lent = len(own) - own.count(None) - own.count(i)
+            borrowed = sum(x.count(i) for j, x in blocks.items() if j != i)
+            assert balances[i] == lent - borrowed and ledger.free(i) == own.count(None)
+
+
+def test_kv_parallel_pass_kv_or_pass_q():
+    """By bytes, and where the transfer of keys is hidden."""
+    choose = SA.should_pass_kv
+    assert choose(100, 0, 8, 8) is False  # full prefill of MHA: q is half of K and V
+    assert choose(100, 0, 8, 4) and choose(100, 0, 64, 8) and choose(25, 75, 64, 8)
+    assert not choose(24, 76, 64, 8)
+    known = dict(ranks=4, flops=1e12, bandwidth=1e10)  # hidden from 4 * 1e12 * 8 * 2 / (128 * 1e10)
+    assert choose(50, 10**6, 64, 8, **known) and not choose(49, 10**6, 64, 8, **known)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -28114,7 +28443,7 @@ def test_generate_flag_on_equals_off(modes, common, on, off, generate_files):
 
 # numeric flags | what they need beside them | which of nan, inf, -1, 0, 1e30 and x they take
 GENERATE_NUMBERS = """
-max_new_tokens n top_p repetition_penalty bench prompt_tokens tp pp bench_serving | |
+max_new_tokens n top_p repetition_penalty bench prompt_tokens tp pp cp bench_serving | |
 temperature top_k min_p seed min_new_tokens | | 0
 presence_penalty frequency_penalty          | | -1 0
 ctx_size              | --interactive       |
@@ -28217,6 +28546,7 @@ x --ep --set expert_spread=overlap          | --set expert_spread requires num_r
 --tp 2                                      | --tp 2 torchrun --nproc-per-node 2
 --n 2 --set shard_batch=true                | --set shard_batch requires --tp
 --pp 2                                      | --pp 2 processes, not 1 --nproc-per-node 2
+--cp 2                                      | --cp 2 processes, not 1 --nproc-per-node 2
 x --models a=b                              | --models requires --batch --serve
 --batch f --models a                        | --models NAME=DIR 'a'
 x --cascade-threshold 0.5                   | --cascade-threshold requires --cascade
@@ -28269,6 +28599,7 @@ GENERATE_EXCLUDES = """
 --ep       | --batch=f --bench-serving --interactive --speculate=ngram --compile --quantize-report
 --tp 2                            | --interactive --quantize-report
 --pp 2     | --interactive --compile --quantize-report --speculate=ngram --ep --batch=f
+--cp 2     | --interactive --compile --speculate=ngram --tp=2 --pp=2 --ep --batch=f --perplexity=f
 --ep --quantize int4              | --calibrate=gptq --save=f
 --tp 2 --quantize int4            | --calibrate=gptq --save=f
 --pp 2 --json                     | --logprobs=2
@@ -29180,7 +29511,7 @@ def test_generate_ep_expert_load_file_formats(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------
-# generate.py on ranks: --tp, --pp and --ep
+# generate.py on ranks: --tp, --pp, --ep and --cp
 # --------------------------------------------------------------------------------------------------
 
 GREEDY_FLAGS = "--temperature 0 --max-new-tokens 12 --json"
@@ -29207,6 +29538,15 @@ GENERATE_RANKS = """
 2 | --pp 2                            | {sampled} --n 5 --set frequency_penalty=0.7 --stop ) |
 2 | --pp 2                            | {greedy} --dummy {latent} --prompt-tokens 1100 --n 3 |
 2 | --pp 2                            | {greedy} --dummy small-pr-moe --prompt-tokens 5 |
+2 | --cp 2                            | {greedy} --checkpoint {windowed} --logprobs 2 |
+2 | --cp 2                            | {sampled} --n 4 --checkpoint {deep} |
+slow 2 | --cp 2                       | {greedy} --dummy {latent} --prompt-tokens 1100 --n 3 |
+slow 2 | --cp 2                       | {greedy} --checkpoint {alibi} --quantize int8 |
+slow 2 | --cp 2                       | {greedy} --bench 2 --max-new-tokens 4 |
+slow 2 | --cp 2 --offload cpu         | {sampled} |
+slow 3 | --cp 3                       | {sampled} --checkpoint {moe} |
+slow 4 | --cp 4                       | {sampled} --n 8 --checkpoint {windowed} |
+slow 4 | --cp 4                       | {greedy} --checkpoint {deeper} |
 slow 2 | --tp 2 --compile             | {greedy} --checkpoint {qwen} |
 slow 2 | --tp 2 --compile             | {greedy} --checkpoint {moe} --n 2 |
 slow 2 | --tp 2                       | {perplexity} |
@@ -29262,6 +29602,8 @@ GENERATE_RANKS_BAD = """
 2 | --pp 2 --checkpoint {small8}                | --pp is quantized
 2 | --pp 3                                      | --pp 3 is 3 processes, not 2 --nproc-per-node 3
 2 | --pp 2 --tp 2                               | --pp 2 x --tp 2 is 4 processes, not 2
+2 | --cp 3                                      | --cp 3 is 3 processes, not 2 --nproc-per-node 3
+2 | --cp 2 --checkpoint {primer} --max-new-tokens 9 | --cp: qk_conv
 2 | --pp 2 --dummy {shallow} --prompt-tokens 5  | --pp 2: 2 stages 1 layers
 2 | --ep                                        | has no MoE layers
 2 | --ep --checkpoint {moe} --device cuda:1     | --device cuda
@@ -29398,10 +29740,13 @@ def test_generate_tp_pp_ep_equal_one_process(
     for rank in ranks:
         same_text(rank["output"], want, float(tolerance or 1e-5))
     if "--json" in text.split() and "perplexity" not in text and "bench" not in text:
-        kinds = [f"{kind[2:]} {n}" for kind, n in re.findall(r"(--[tp]p) (\d)", on)]
+        kinds = [f"{kind[2:]} {n}" for kind, n in re.findall(r"(--[tpc]p) (\d)", on)]
         assert ranks[0]["err"].count("\n") == 1 and ", ".join(kinds) + "]" in ranks[0]["err"]
     plain = not re.search("--(dummy|quantize|speculate|batch|bench|ep|perplexity)", f"{on} {text}")
-    if plain:
+    if "--cp" in on and "bench" not in text:  # a rank has slots for its share, and a block
+        slots, max_len = ranks[0]["cache"][2], want["prompt_tokens"] + 12
+        assert 0 <= slots - max_len / int(world) <= 32 and slots % 16 == 0
+    elif plain:
         check = generate_check_pp_shards if "--pp" in on else generate_check_tp_shards
         check(ranks, f"{on} {text}")
 
@@ -31392,6 +31737,7 @@ slow yarn           | yarn | --tp 2 --cp 2 | | micro=2
 slow dynamic        | dynamic | --tp 4 | | micro=2
 slow aux sp         | moe tied | --tp 4 | --aux-loss 0.3 {Z_LOSS} | micro=2
 slow long           | windows | --cp 4 | | seq=32 micro=4
+slow whole scores   | windows | --cp 2 --set cp_method=ring-self-attention --zero 3 | | micro=2
 slow experts=loop   | latent | --tp 2 --ep 2 --zero 3 | --set experts=loop
 slow chunks         | biased | --tp 2 --zero 3 --recompute sqrt {CHUNKED} | | micro=2
 slow chunks mtp     | latent mtp2 tied | --tp 2 {NO_SP} --ep 2 --zero 2 {CHUNKED} | {Z_LOSS}

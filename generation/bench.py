@@ -168,13 +168,14 @@ def summary_line(s: dict[str, Any], device: str) -> str:
     return line
 
 
-def device_name(device: torch.device, mesh: Any = None) -> str:
-    """The device of one rank, and the sizes of --pp and --tp."""
+def device_name(device: torch.device, mesh: Any = None, cp: int | None = None) -> str:
+    """The device of one rank, and the sizes of --pp, --tp and --cp."""
     name = f"{device.type}, {torch.get_num_threads()} threads"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     dims = [] if mesh is None else [d for d in ("pp", "tp") if mesh.size(d) > 1] or ["tp"]
-    return ", ".join([name, *(f"{d} {mesh.size(d)}" for d in dims)])
+    sizes = [f"{d} {mesh.size(d)}" for d in dims] + ([f"cp {cp}"] if (cp or 1) > 1 else [])
+    return ", ".join([name, *sizes])
 
 
 if __name__ == "__main__":

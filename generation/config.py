@@ -112,6 +112,9 @@ class GenerateConfig(Settings):
         None, "pipeline parallelism over N ranks, the --n rows in groups", "1 or more",
         metavar="N")
     ep: bool = flag(False, "expert parallelism over all ranks")
+    cp: int | None = flag(
+        None, "context parallelism over N ranks: each has the whole model and 1/N of the KV cache",
+        "1 or more", metavar="N")
     shard_batch: bool = rare(
         False, "with --tp and --n, for MLA or MQA: shard the KV cache by rows instead of heads")
     ffn_2d: bool = rare(
@@ -281,8 +284,8 @@ class GenerateConfig(Settings):
     # fmt: on
 
     def is_on(self, condition: str) -> bool:
-        """Settings.is_on; --tp 1 and --pp 1 are the same as none."""
-        is_one = condition in ("tp", "pp") and getattr(self, condition) == 1
+        """Settings.is_on; --tp 1, --pp 1 and --cp 1 are the same as none."""
+        is_one = condition in ("tp", "pp", "cp") and getattr(self, condition) == 1
         return not is_one and super().is_on(condition)
 
 
@@ -355,6 +358,9 @@ EXCLUDES = [
     ("pp", f"{SHARDED} compile batch bench_serving serve speculate perplexity logprobs ep "
      "shard_batch",
      "every rank has some of the layers"),
+    ("cp", f"{SHARDED} compile attention=flash batch bench_serving serve program speculate "
+     "perplexity regex json_schema early_exit cascade tp pp ep",
+     "every rank has some of the tokens' keys"),
     ("ffn_2d", "ep pp quantize", "it shards dense 16-bit weights over all ranks"),
     ("shard_batch", "batch bench_serving serve speculate perplexity", "it shards the --n rows"),
     ("offload", "quantize calibrate save quantize_report adapter compile tp pp ep",
@@ -390,7 +396,7 @@ EXCLUDES = [
      "the engine's blocks keep the tokens of all heads"),
     ("kv_budget", "attention=flash compile speculate early_exit regex json_schema",
      "tokens have no fixed slots"),
-    ("kv_budget", "tp pp ep save quantize_report", "one process generates one text"),
+    ("kv_budget", "tp pp ep cp save quantize_report", "one process generates one text"),
     ("kv_policy=infinigen", "offload", "both copy ahead of the layers"),
     ("cascade", "interactive perplexity save quantize_report batch bench_serving bench n logprobs "
      "dummy prompt_tokens tp pp ep", "two models answer one text after the other"),

@@ -21,9 +21,9 @@ from generation.config import GenerateConfig
 
 @contextmanager
 def process_group(args: GenerateConfig) -> Iterator[None]:
-    """With --ep, --tp, --pp or --disaggregate under torchrun: initialize torch.distributed. Sets
-    args.mesh."""
-    several = args.ep or args.tp or args.pp or args.disaggregate
+    """With --ep, --tp, --pp, --cp or --disaggregate under torchrun: initialize torch.distributed.
+    Sets args.mesh."""
+    several = args.ep or args.tp or args.pp or args.cp or args.disaggregate
     if not several or "WORLD_SIZE" not in os.environ:
         args.mesh = build_mesh(args)
         yield
@@ -43,6 +43,8 @@ def build_mesh(args: GenerateConfig) -> Any:
     ranks, tp = dist.get_world_size() if dist.is_initialized() else 1, args.tp
     if (args.pp or 1) > 1:
         return pipeline_mesh(args.pp, tp or 1, ranks)
+    if (args.cp or 1) > 1:
+        check_ranks(f"--cp {args.cp}", args.cp, ranks)
     if tp is None or tp == ranks == 1:
         return None
     if ranks == 1:
@@ -61,15 +63,19 @@ def build_mesh(args: GenerateConfig) -> Any:
 
 def pipeline_mesh(pp: int, tp: int, ranks: int) -> Any:
     """The mesh of --pp stages of --tp ranks each."""
-    if pp * tp != ranks:
-        flags = f"--pp {pp}" + (f" x --tp {tp}" if tp > 1 else "")
-        raise ValueError(
-            f"{flags} is {pp * tp} processes, not {ranks}: start it with torchrun --nproc-per-node "
-            f"{pp * tp}"
-        )
+    check_ranks(f"--pp {pp}" + (f" x --tp {tp}" if tp > 1 else ""), pp * tp, ranks)
     from parallel import make_mesh
 
     return make_mesh(tp=tp, pp=pp)
+
+
+def check_ranks(flags: str, needed: int, ranks: int) -> None:
+    """ValueError unless torchrun started as many ranks as the flags need."""
+    if needed != ranks:
+        raise ValueError(
+            f"{flags} is {needed} processes, not {ranks}: start it with torchrun --nproc-per-node "
+            f"{needed}"
+        )
 
 
 def run_on_all_or_raise(fn: Callable[[], Any]) -> Any:

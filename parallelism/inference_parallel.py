@@ -1,6 +1,6 @@
-"""Parallel layouts for inference: batch-sharded attention, 2D feed-forward, prefix attention.
+"""Parallel layouts for inference: batch-sharded attention, 2D feed-forward.
 
-Tensor parallelism by heads (parallel.py) is the usual layout. Three cases it handles badly:
+Tensor parallelism by heads (parallel.py) is the usual layout. Two cases it handles badly:
 
     batch_sharded_attend  Where heads share keys (multi-query attention, absorbed MLA), TP
                           replicates the KV cache on every rank. Sharded by batch rows, a rank
@@ -11,9 +11,6 @@ Tensor parallelism by heads (parallel.py) is the usual layout. Three cases it ha
                           collectives instead of two (3.2.2): for many ranks and many rows. With
                           still more rows (long prompts) it shards these instead, and gathers the
                           weights (3.2.3).
-    prefix_attention      Prefill after a cached prefix with both sharded over ranks (context
-                          parallelism): passes KV or Q around the ring, whichever is smaller
-                          (arXiv:2411.01783).
 
 When they lose: on few ranks, where latency dominates (FFN2D has twice the collectives); with a
 batch of one row, which cannot be sharded. Hooks: batch_sharded_attend wraps an `attend` callable;
@@ -24,10 +21,9 @@ sent == the formulas in this file. Needs: torch. A check and a table: `torchrun 
 
 from __future__ import annotations
 
-import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -38,8 +34,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Group = dist.ProcessGroup | None  # None: all ranks
-# (q, k, v, *, causal, window, scale) -> (o (B, T, Hq, Dv), lse (B, Hq, T))
-Attention = Callable[..., tuple[Tensor, Tensor]]
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -247,153 +241,6 @@ def batch_sharded_bytes(rows: int, heads: int, dims: int, ranks: int, itemsize: 
     """Bytes that a rank sends in batch_sharded_attend for B * T = `rows` and Hq = `heads`; `dims`:
     D + Dv of q and o, or 2D + 2Dv for expanded MLA."""
     return rows * heads * dims * itemsize * (ranks - 1) / ranks**2
-
-
-# --------------------------------------------------------------------------------------------------
-# Attention to a cached prefix that is sharded over ranks
-# --------------------------------------------------------------------------------------------------
-
-
-def should_pass_kv(
-    new: int, cached: int, Hq: int, Hkv: int, *, ranks: int = 1, flops: float | None = None,
-    bandwidth: float | None = None, element_size: int = 2,
-) -> bool:  # fmt: skip
-    """Whether to pass KV rather than Q (arXiv:2411.01783, Algorithm 1): if KV is smaller,
-
-        new / (new + cached) >= 2 Hkv / Hq
-
-    or, given a rank's flops/s and a link's bandwidth (bytes/s), if attention hides the transfer
-    anyway: 4 new (new + cached) / ranks^2 flops per query head and dim in a ring step, against
-    2 (new + cached) / ranks elements of K and V per key head and dim, gives
-
-        new >= ranks flops Hkv element_size / (2 Hq bandwidth).
-
-    A tie goes to KV, which needs no all-to-all of outputs."""
-    if new * Hq >= 2 * Hkv * (new + cached):
-        return True
-    if flops is None or bandwidth is None:
-        return False
-    return new >= ranks * flops * Hkv * element_size / (2 * Hq * bandwidth)
-
-
-def prefix_attention(
-    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *, new_attention: Attention,
-    attention: Attention, group: Group = None, mode: str = "auto", scale: float | None = None,
-    cached: Sequence[int] | None = None, return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Prefill after a cached prefix: this rank's shard of the new tokens, q (B, t, Hq, D), attends
-    to every rank's cache and, causally, to all new tokens (arXiv:2411.01783).
-
-    k_cache (B, S, Hkv, D), v_cache (B, S, Hkv, Dv): this rank's shard of the cached keys, in any
-    order; S may differ between ranks and be 0. mode: "pass-kv" sends the caches around the ring;
-    "pass-q" sends q, and returns the partial outputs in one all-to-all; "auto" decides by
-    should_pass_kv. new_attention(q, k, v, causal, window, scale) -> (o, lse): attention among the
-    new tokens, as ring_attention with return_lse (context_parallel.py). attention: the local
-    kernel. cached: S of each rank; None: all-gathered, with a host sync. No window, since the
-    positions of cached keys are unknown. No gradients.
-    """
-    ok = mode in ("auto", "pass-kv", "pass-q")
-    _check(ok, f"mode must be auto, pass-kv or pass-q, not {mode}")
-    ok = k_cache.shape[1] == v_cache.shape[1] and all(
-        x.shape[:1] + x.shape[2:] == new.shape[:1] + new.shape[2:] and x.dtype == new.dtype
-        for x, new in ((k_cache, k), (v_cache, v))
-    )
-    _check(ok, f"k_cache {tuple(k_cache.shape)} or v_cache {tuple(v_cache.shape)} does not fit k "
-           f"{tuple(k.shape)}, v {tuple(v.shape)}, {k.dtype}")  # fmt: skip
-    grads = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, k_cache, v_cache))
-    _check(not grads, "prefix_attention has no backward: run it under torch.no_grad()")
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    if cached is None:
-        sizes = torch.empty(ranks, dtype=torch.int64, device=q.device)
-        all_gather(sizes, sizes.new_full((1,), k_cache.shape[1]), group=group)
-        cached = sizes.tolist()
-    ok = len(cached) == ranks and cached[rank] == k_cache.shape[1]
-    _check(ok, f"cached {list(cached)}: rank {rank} of {ranks} has {k_cache.shape[1]}")
-    if mode == "auto":
-        pass_kv = should_pass_kv(q.shape[1] * ranks, sum(cached), q.shape[2], k.shape[2])
-        mode = "pass-kv" if pass_kv else "pass-q"
-    run = _pass_kv if mode == "pass-kv" else _pass_q
-    attend = partial(attention, causal=False, window=None, scale=scale)
-    o, lse = run(q, [k_cache, v_cache], attend, cached, group)
-    new = new_attention(q, k, v, causal=True, window=None, scale=scale)
-    o, lse = _merge_attention(o, lse, *new)
-    return (o.to(q.dtype), lse) if return_lse else o.to(q.dtype)
-
-
-def _merge_attention(
-    o: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Attention to the union of two sets of keys (online softmax, arXiv:1805.02867), in the dtype
-    of lse."""
-    total = torch.logaddexp(lse, more_lse)
-    weight = lambda lse: torch.where(total == -math.inf, 0, (lse - total).exp()).mT[..., None]
-    return weight(lse) * o.to(lse.dtype) + weight(more_lse) * more.to(lse.dtype), total
-
-
-def _empty_attention(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    B, T, Hq, _ = q.shape
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    o = q.new_zeros(B, T, Hq, v.shape[3], dtype=dtype)
-    return o, q.new_full((B, Hq, T), -math.inf, dtype=dtype)
-
-
-def _ring_send_recv(
-    tensors: list[Tensor], like: list[Tensor], group: Group
-) -> Callable[[], list[Tensor]]:
-    """Start sending tensors to the next rank and receiving from the previous one into `like`;
-    returns a function that waits for them."""
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    sent = [t.contiguous() for t in tensors]
-    ops = []
-    for out, into in zip(sent, like):
-        ops.append(dist.P2POp(dist.isend, out, group=group, group_peer=(rank + 1) % ranks))
-        ops.append(dist.P2POp(dist.irecv, into, group=group, group_peer=(rank - 1) % ranks))
-    works = dist.batch_isend_irecv(ops)
-
-    def wait(sent: list[Tensor] = sent) -> list[Tensor]:  # keeps `sent` alive until then
-        for work in works:
-            work.wait()
-        return like
-
-    return wait
-
-
-def _pass_kv(
-    q: Tensor, kv: list[Tensor], attend: Attention, cached: Sequence[int], group: Group
-) -> tuple[Tensor, Tensor]:
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    out = _empty_attention(q, kv[1])
-    for step in range(ranks):
-        if has_next := step + 1 < ranks:
-            length = cached[(rank - step - 1) % ranks]
-            buffers = [x.new_empty(len(x), length, *x.shape[2:]) for x in kv]
-            wait = _ring_send_recv(kv, buffers, group)
-        if kv[0].shape[1]:
-            out = _merge_attention(*out, *attend(q, *kv))
-        kv = wait() if has_next else kv
-    return out
-
-
-def _pass_q(
-    q: Tensor, cache: list[Tensor], attend: Attention, cached: Sequence[int], group: Group
-) -> tuple[Tensor, Tensor]:
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    parts: list[Any] = [None] * ranks  # partial output of each rank's queries over this cache
-    for step in range(ranks):
-        if has_next := step + 1 < ranks:
-            buffer = torch.empty_like(q, memory_format=torch.contiguous_format)
-            wait = _ring_send_recv([q], [buffer], group)
-        part = attend(q, *cache) if cached[rank] else _empty_attention(q, cache[1])
-        parts[(rank - step) % ranks] = part
-        q = wait()[0] if has_next else q
-    sent = [torch.stack([x.to(q.dtype) for x, _ in parts]), torch.stack([x for _, x in parts])]
-    received = [torch.empty_like(x) for x in sent]
-    for new, old in zip(received, sent):
-        dist.all_to_all_single(new, old, group=group)
-    out = _empty_attention(q, cache[1])
-    for part in zip(*received):
-        out = _merge_attention(*out, *part)
-    return out
 
 
 # --------------------------------------------------------------------------------------------------

@@ -62,6 +62,7 @@ from parallelism.pipeline_model import PipelineStages
 from parallelism.pipeline_model import check as check_stages
 from parallelism.quantized_collectives import QuantizedAllGather, QuantizedReduceScatter
 from parallelism.quantized_collectives import node_groups
+from parallelism.ring_self_attention import ring_self_attention
 from parallelism.zero import DistributedOptimizer
 from training.checkpoint import regions
 from training.chunked_loss import linear_cross_entropy
@@ -353,6 +354,9 @@ class ParallelDims:
         cp_attention = all_gather_attention if method == "all-gather" else ring_attention
         options = dict(placement=self._placement, attention=local_attention, group=self.ring_group)
         run = partial(cp_attention, **options)
+        if method == "ring-self-attention":
+            placement = partial(cp_positions, placement=self._placement)
+            run = partial(ring_self_attention, placement=placement, group=self.ring_group)
         if heads > 1:
             inner = partial(run, return_lse=True) if heads < self.size("cp") else local_attention
             run = partial(ulysses_attention, attention=inner, group=self.ulysses_group)

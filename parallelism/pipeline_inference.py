@@ -10,11 +10,14 @@ stage runs the previous one (parallelism/pipeline.py, decode). The last rank sam
 sends the tokens to the first rank, which forwards them with the hidden states to all: each rank
 sees a row's end one step later than the last rank.
 
-The prompt is pipelined too, chunk by chunk. Each rank loads and caches only its own layers, so the
-model may be larger than one rank's memory. When it loses: fewer rows than ranks (one row is as fast
-as on one rank that could hold the model); links slower than a stage's compute. Hook: a stage is
-model.py's Transformer with layers dropped and embedding or head None. Needs: generate.py, model.py,
-parallelism/pipeline.py, parallelism/schedules.py, parallelism/pipeline_model.py.
+The prompt is pipelined too, chunk by chunk: with c chunks on p ranks the first token takes
+(c + p - 1) / p times as long as a chunk on one rank, nearly 1/p of the time of one rank for a long
+prompt (sequence pipeline parallelism of Mnemosyne, arXiv:2409.17264). Each rank loads and caches
+only its own layers, so the model may be larger than one rank's memory. When it loses: fewer rows
+than ranks (one row is as fast as on one rank that could hold the model); links slower than a
+stage's compute. Hook: a stage is model.py's Transformer with layers dropped and embedding or head
+None. Needs: generate.py, model.py, parallelism/pipeline.py, parallelism/schedules.py,
+parallelism/pipeline_model.py.
 """
 
 from __future__ import annotations

@@ -179,8 +179,9 @@ class TrainConfig(Settings):
         "positive", nargs="?", const=1, metavar="RANKS")
     sequence_parallel: bool = rare(True, "with --tp: shard norms and residuals by position")
     cp_method: str = rare(
-        "zigzag", "ring attention, zigzag or striped, or all-gather of k and v",
-        choices=("zigzag", "striped", "all-gather"))
+        "zigzag", "ring attention, zigzag or striped; all-gather of k and v; or Ring Self-Attention, "
+        "which keeps all scores (parallelism/ring_self_attention.py)",
+        choices=("zigzag", "striped", "all-gather", "ring-self-attention"))
     ep_node_size: int | None = rare(
         None, "ranks per node: tokens are sent once per node", "positive")
     ep_chunks: int = rare(1, "chunks of tokens whose all-to-all and experts overlap", "positive")
