@@ -201,7 +201,7 @@ def sharded_attention(
     n = max(map(len, at_q))
     pad = lambda x: F.pad(x, (0, 0, 0, 0, 0, n - x.shape[1]))
     queries = gather(pad(q), group).transpose(0, 1).flatten(1, 2)
-    i = torch.cat([F.pad(at, (0, n - len(at)), value=-1) for at in at_q])
+    i = torch.cat([F.pad(at, (0, n - len(at))) for at in at_q])
     out = partial_attention(spec, queries, *keys_and_values(spec, kv), i, at_k[rank])
     o, lse = exchange_outputs(*out, group, 1)
     return o[:, : q.shape[1]], lse[:, :, : q.shape[1]]
