@@ -206,16 +206,17 @@ class Output:
 
 
 class SwappedKV(NamedTuple):
-    """KV of a sequence's first n tokens in host memory, contiguous; of the last m <= n in a layer
-    whose blocks are reused (sliding window)."""
+    """KV of a sequence's first n tokens in host memory, contiguous; of the last m <= n of them in a
+    layer whose blocks are reused (sliding window), and where the others are in the prefix tree."""
 
     n: int
     kv: list[Tensor]  # of each layer (2 or 1, Hkv, n or m, D)
     scales: list[Tensor]  # (2 or 1, Hkv, n or m), if quantized
 
     @property
-    def is_whole(self) -> bool:
-        return all(x.shape[2] == self.n for x in self.kv)
+    def first(self) -> int:
+        """The first position that all layers have."""
+        return max((self.n - x.shape[2] for x in self.kv), default=0)
 
 
 @dataclass(eq=False)
@@ -626,9 +627,10 @@ class Scheduler:
         self.n_admitted_tokens += len(seq.tokens)
         while len(seq.block_table) < self._num_blocks_for(len(seq.tokens)):
             seq.block_table.append(self.allocator.allocate())
-        kv = seq.swapped_kv  # without its first tokens it cannot be shared, and is recomputed
-        usable = kv is not None and (kv.is_whole or not self.allocator.prefix_cache)
-        if usable and kv.n > seq.num_computed_tokens:
+        kv, n = seq.swapped_kv, seq.num_computed_tokens
+        # without all tokens before it cannot be shared, and is recomputed
+        usable = kv is not None and (kv.first <= n or not self.allocator.prefix_cache)
+        if usable and kv.n > n:
             plan.swap_in.append((seq, seq.num_written_tokens))
             seq.num_computed_tokens = seq.num_written_tokens = seq.swapped_kv.n
             self.register(seq, plan)
@@ -964,17 +966,21 @@ class PagedKVCache:
         blocks = (zip(self._ring(source), self._ring(to)) for to, source in copies.items())
         self.copy([pair for ring in blocks for pair in ring], True)
 
-    def read(self, table: list[int], n: int, ring: int = 0) -> SwappedKV:
-        """Copy KV of a sequence's first n tokens to the host. From a GPU the copy is asynchronous:
-        synchronize the stream before another thread or process reads it."""
+    def read(
+        self, table: list[int], n: int, ring: int = 0, first: int = 0, last: int | None = None
+    ) -> SwappedKV:
+        """Copy KV of a sequence's tokens `first` to `last`, of n in the cache, to the host. From a
+        GPU the copy is asynchronous: synchronize the stream before another thread reads it."""
+        last = n if last is None else last
 
         def one(layer: int, t: Tensor) -> Tensor:
             blocks = self._ring(ring) if layer in self.windowed else table
-            slots = self._slots(blocks, max(0, n - len(blocks) * self.block_size), n)
+            start = min(last, max(first, n - len(blocks) * self.block_size))
+            slots = self._slots(blocks, start, last)
             return _raw(t).flatten(2, 3).index_select(2, slots).to("cpu", non_blocking=True)
 
         kv, scales = ([*map(one, count(), tensors)] for tensors in (self.pages, self.scales))
-        return SwappedKV(n, kv, scales)
+        return SwappedKV(last, kv, scales)
 
     def write(self, table: list[int], first: int, host: SwappedKV, ring: int = 0) -> None:
         """Copy KV from position `first` on from the host to blocks; 0 where the host has none."""
@@ -984,7 +990,7 @@ class PagedKVCache:
                 n = min(host.n - first, len(blocks) * self.block_size)
                 slots = self._slots(blocks, host.n - n, host.n)
                 # a copy of contiguous memory is asynchronous, that of a slice is not
-                x = x.to(self.device, non_blocking=True)[:, :, -n:]
+                x = x[:, :, -n:].contiguous().to(self.device, non_blocking=True)
                 x = F.pad(x, (0, 0) * (x.dim() - 3) + (n - x.shape[2], 0))  # may have held NaN
                 _raw(t).flatten(2, 3).index_copy_(2, slots, x)
 
@@ -1615,14 +1621,6 @@ class GreedySampler:
         return ids.where(logits.gather(-1, ids[:, None])[:, 0].isfinite(), -1)
 
 
-class KVTransfer(NamedTuple):
-    """A request sent to another engine: its output so far, and its unfinished sequences with their
-    KV."""
-
-    output: Output
-    sequences: list[Sequence]
-
-
 def num_window_blocks(
     windows: Iterable[int | None], block_size: int, max_num_batched_tokens: int
 ) -> int:
@@ -2212,44 +2210,6 @@ class Engine:
     def _fail(self, seq: Sequence, e: Exception) -> None:
         """Record a listener's exception as the error of this request only."""
         seq.request.error = f"its listener failed: {type(e).__name__}: {e}"
-
-    # ---- KV transfer between engines ----
-
-    def export_request(self, id: Any) -> KVTransfer:
-        """Remove a request that has its first token, and return it with its KV."""
-        self._deliver()
-        _check(id in self.outputs, f"id {id!r} is not an unfinished request")
-        sequences, output = self.sequences.pop(id), self.outputs.pop(id)
-        self.cache.copy_rings(self.scheduler.ring_copies)
-        for seq in sequences:
-            assert seq.running and seq.remaining == 1, "only requests in decode can be exported"
-            seq.swapped_kv = self.cache.read(seq.block_table, seq.num_computed_tokens, seq.ring)
-            seq.listener = seq.adapter = None
-            self.scheduler.finish(seq)
-            self._forget(seq)
-        if self.cache.pages[0].is_cuda:
-            torch.cuda.current_stream(self.cache.pages[0].device).synchronize()  # copies of read()
-        return KVTransfer(output, sequences)
-
-    def import_request(self, transfer: KVTransfer) -> None:
-        """Continue a request exported by another engine of the same model. ValueError as in add."""
-        output = transfer.output
-        for seq in transfer.sequences:
-            self._check_request(seq.tokens[: seq.n_prompt], seq.params)
-            seq.adapter = self._adapter(seq.params)
-        _check(output.id not in self.outputs, f"id {output.id!r} is in use")
-        self.outputs[output.id], self.sequences[output.id] = output, list(transfer.sequences)
-        for seq in transfer.sequences:
-            seq.arrival = self.n_arrivals
-            seq.listener = self.output_callback(seq) if self.output_callback else None
-            self.scheduler.add(seq)
-            delivered = all([self._call_listener(seq, "push", token) for token in seq.output])
-            reason = None if delivered else "error"
-            if delivered and seq.output:
-                reason = self._finish_reason(seq, seq.tokens[-1])
-            if reason:
-                self._finish(seq, reason)
-        self.n_arrivals += 1
 
     # ---- statistics ----
 

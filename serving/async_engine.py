@@ -179,7 +179,7 @@ class AsyncEngine:
             for request in requests:
                 if isinstance(request.params.grammar, str):  # takes up to seconds to compile
                     await asyncio.to_thread(self.service.compile_grammar, request)
-            self._command(add)
+            self.call_between_steps(add)
             await asyncio.wrap_future(added)
         except asyncio.CancelledError:
             self.close_stream(stream)
@@ -200,7 +200,7 @@ class AsyncEngine:
             except Exception as e:
                 done.set_exception(e)
 
-        self._command(command)
+        self.call_between_steps(command)
         return await asyncio.wrap_future(done)
 
     def close_stream(self, stream: Stream, then: Callable[[], Any] = lambda: None) -> None:
@@ -214,12 +214,12 @@ class AsyncEngine:
                 self._call(self._publish, [])
                 self._call(then)
 
-        self._command(close)
+        self.call_between_steps(close)
 
     def stop(self) -> None:
         """Stop the thread after the present step; unfinished streams end with an error."""
         self.closed = True
-        self._command(lambda: None)
+        self.call_between_steps(lambda: None)
 
     async def close(self) -> None:
         self.stop()
@@ -313,7 +313,8 @@ class AsyncEngine:
             stream.changed.set()
         self.unread.clear()
 
-    def _command(self, command: Callable[[], Any]) -> None:
+    def call_between_steps(self, command: Callable[[], Any]) -> None:
+        """Call it in the engine's thread. Any thread may ask for it."""
         with self.wake:
             if not self.ended:
                 self.commands.append(command)

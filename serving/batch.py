@@ -70,8 +70,9 @@ from huggingface.tokenizer import (
 )
 from model import Transformer
 from paged_kv import (
-    Chunk, Engine, KVTransfer, Output, PagedKVCache, SamplingParams, Sequence, Step,
+    Chunk, Engine, Output, PagedKVCache, SamplingParams, Sequence, Step,
 )  # fmt: skip
+from serving.kv_transfer import continued, import_request
 from serving.row_order import fields_text, group_requests
 from serving.traces import Arrival
 from speculative import Proposal, DraftRunner, common_prefix_length
@@ -314,16 +315,15 @@ class Service:
         self.engine.add(ids, params, id=request, **more)
         return self.engine.outputs[request]
 
-    def resume(self, request: Request, earlier: Output) -> Output:
-        """Queue a request with the tokens that it had in a run that was interrupted."""
+    def resume(
+        self, request: Request, earlier: Output, kv: Callable[..., Any] = lambda *_: None
+    ) -> Output:
+        """Queue a request with the tokens that it had in a run that was interrupted. kv: see
+        kv_transfer.continued."""
         self.compile_grammar(request)
         output = Output(request, request.ids, earlier.samples, arrival_time=self.engine.clock())
         output.prompt_logprobs = earlier.prompt_logprobs
-        sequences = [
-            Sequence(request.ids + s.token_ids, len(request.ids), request.params, output, i)
-            for i, s in enumerate(earlier.samples)
-        ]
-        self.engine.import_request(KVTransfer(output, sequences))
+        import_request(self.engine, continued(output, request.params, kv))
         return output
 
     def abort(self, request: Request) -> None:

@@ -2,6 +2,7 @@
 
     python -m serving.cluster --replicas 2 --checkpoint DIR       # Ray Serve; MIN:MAX autoscales
     python -m serving.cluster --replicas 2 --backend mp           # processes of this machine
+    python -m serving.cluster --disaggregate 1:2                  # 1 runs prompts, 2 decode
     further flags: those of generate.py --serve
 
 The HTTP server is serving/server.py in this process, its engine a ReplicatedEngine (failover.py):
@@ -44,8 +45,8 @@ import sys
 import tempfile
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Collection, Hashable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable, Collection, Hashable, Sequence
+from contextlib import aclosing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,8 @@ except ImportError:  # start_replicas says so
     FIFOMixin, RequestRouter = type("FIFOMixin", (), {}), object
 
 from serving.batch import Request
+from serving.disaggregated import Placement
+from serving.disaggregated_replicas import DisaggregatedReplica, DisaggregatedReplicas
 from serving.failover import Replica, ReplicatedEngine, Update, run_follower
 
 TARGET_CALLS = 16  # per replica, of autoscaling
@@ -285,8 +288,11 @@ class RayReplicas:
 class LocalReplica:
     """The processes of a replica, which live and die together: rank 0, and with --tp the others."""
 
-    def __init__(self, folder: str, argv: list[str], threads: int, tp: int, gpu: int | None):
-        """folder: of sockets. gpu: the first of its tp GPUs; None: CPUs."""
+    def __init__(
+        self, folder: str, make: Any, argv: list[str], threads: int, tp: int, gpu: int | None
+    ):
+        """folder: of sockets. make(argv, threads): its Replica. gpu: the first of its tp GPUs;
+        None: CPUs."""
         context = multiprocessing.get_context("forkserver")
         self.pipe, end = context.Pipe(duplex=False)
         self.store = rank_store() if tp > 1 else None
@@ -294,7 +300,7 @@ class LocalReplica:
         for rank in range(tp):
             env = {} if tp == 1 else rank_env(rank, tp, self.store)
             env |= {} if gpu is None else visible_gpu(gpu + rank)
-            args = env, argv, threads, *((folder, end) if rank == 0 else ())
+            args = env, argv, threads, *((folder, end, make) if rank == 0 else ())
             self.processes.append(context.Process(target=_run_rank, args=args, daemon=True))
             self.processes[-1].start()
         end.close()
@@ -332,14 +338,19 @@ class LocalReplicas:
     """Processes of this machine; a replica that dies is started again. A call is a connection to
     the Unix socket of a replica: the arguments of Replica.generate, then its updates."""
 
-    def __init__(self, n: int, argv: list[str], threads: int, tp: int, gpus: int):
-        """gpus: of each rank, 0 or 1. ValueError: a replica does not start."""
+    def __init__(
+        self, n: int, argv: list[str], threads: int, tp: int, gpus: int,
+        make: Callable[[int], Any] = lambda i: Replica,
+    ):  # fmt: skip
+        """gpus: of each rank, 0 or 1. make(i): what makes replica i, see LocalReplica. ValueError:
+        a replica does not start."""
         self.policy = PrefixAndLoad()
         self.folder = tempfile.TemporaryDirectory()  # of sockets; other users cannot enter it
-        modules = ["serving.run", "serving.failover"] + ["parallel"] * (tp > 1)
-        multiprocessing.set_forkserver_preload(modules)  # a process then starts in 0.2 s, not in 2
-        args = self.folder.name, argv, threads, tp
-        self.start = lambda i: LocalReplica(*args, i * tp if gpus else None)
+        # a process then starts in 0.2 s, not in 2
+        modules = "serving.run", "serving.disaggregated_replicas", "ray.serve.request_router"
+        multiprocessing.set_forkserver_preload([*modules, *["parallel"] * (tp > 1)])
+        args, gpu = (argv, threads, tp), lambda i: i * tp if gpus else None
+        self.start = lambda i: LocalReplica(self.folder.name, make(i), *args, gpu(i))
         self.replicas = [self.start(i) for i in range(n)]
         self.description = [replica.describe() for replica in self.replicas][0]
         self.stopped = threading.Event()
@@ -357,23 +368,35 @@ class LocalReplicas:
                     replica.kill()
                     self.replicas[i] = self.start(i)
 
+    async def choose(self, ids: Sequence[int], among: slice = slice(None)) -> LocalReplica:
+        """The best of some replicas for a prompt; waits until one is alive."""
+        while not (alive := {r.pid: r for r in self.replicas[among] if r.accepts_calls()}):
+            await asyncio.sleep(0.1)
+        pid = self.policy.choose(ids, alive)[0]
+        self.policy.record(ids, pid)
+        return alive[pid]
+
     async def call(self, requests: list[Request], *args: Any) -> AsyncIterator[Update]:
         """Replica.generate of the best replica. ConnectionError if it dies."""
-        while not (alive := {r.pid: r for r in self.replicas if r.accepts_calls()}):
-            await asyncio.sleep(0.1)
-        pid = self.policy.choose(requests[0].ids, alive)[0]
-        self.policy.record(requests[0].ids, pid)
+        replica = await self.choose(requests[0].ids)
+        async with aclosing(self.updates(replica, requests, *args)) as updates:
+            async for update in updates:
+                yield update
+
+    async def updates(self, replica: LocalReplica, *args: Any) -> AsyncIterator[Update]:
+        """Replica.generate of a replica. ConnectionError if it dies."""
+        pid = replica.pid
         self.policy.calls[pid] += 1
         try:
-            reader, writer = await asyncio.open_unix_connection(alive[pid].socket)
+            reader, writer = await asyncio.open_unix_connection(replica.socket)
             try:
-                await _send(writer, (requests, *args))
+                await _send(writer, args)
                 while isinstance(update := await _receive(reader), Update):
                     yield update
             finally:
                 writer.close()
         except (OSError, EOFError):
-            alive[pid].kill()
+            replica.kill()
             self.policy.forget(pid)
             raise ConnectionError("the replica died") from None
         finally:
@@ -389,8 +412,9 @@ def visible_gpu(gpu: int) -> dict[str, str]:
 
 
 def _run_rank(
-    env: dict[str, str], argv: list[str], threads: int, folder: str = "", pipe: Any = None
-) -> None:
+    env: dict[str, str], argv: list[str], threads: int, folder: str = "", pipe: Any = None,
+    make: Callable[..., Replica] = Replica,
+) -> None:  # fmt: skip
     """A process of a replica, until its parent ends. Rank 0 has a pipe: it sends its description or
     its ValueError, then accepts calls."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the server drains first
@@ -401,7 +425,7 @@ def _run_rank(
     if pipe is None:
         return run_follower(argv, threads)
     try:
-        replica = Replica(argv, threads)
+        replica = make(argv, threads)
     except ValueError as e:
         return pipe.send(e)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
@@ -416,11 +440,13 @@ async def _accept_calls(replica: Replica, path: str, pipe: Any) -> None:
                     await _send(writer, update)
             await _send(writer, None)
         except Exception as e:
-            await _send(writer, e if isinstance(e, ValueError) else RuntimeError(repr(e)))
+            known = isinstance(e, (ValueError, ConnectionError))
+            await _send(writer, e if known else RuntimeError(repr(e)))
 
     async def call(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.create_task(reply(await _receive(reader), writer))
-        await reader.read()  # until the caller closes the connection
+        with suppress(ConnectionError):
+            await reader.read()  # until the caller closes the connection
         task.cancel()
         writer.close()
 
@@ -452,6 +478,7 @@ def start_replicas(own: argparse.Namespace, args: Any, argv: list[str]) -> Any:
 
     if args.finetune is not None:
         raise ValueError("--finetune: every replica would train it; use generate.py --serve")
+    placement = check_disaggregate(own, args)
     low, _, high = own.replicas.partition(":")
     numbers = [low, high or low]
     if not all(n.isdecimal() and int(n) for n in numbers) or int(numbers[0]) > int(numbers[1]):
@@ -467,7 +494,13 @@ def start_replicas(own: argparse.Namespace, args: Any, argv: list[str]) -> Any:
         if gpus and high * tp > torch.cuda.device_count():
             where = f"--replicas {high}" + (f" --tp {tp}" if tp > 1 else "")
             raise ValueError(f"{where}: there are {torch.cuda.device_count()} GPUs")
-        return LocalReplicas(high, argv, threads, tp, gpus)
+        if placement is None:
+            return LocalReplicas(high, argv, threads, tp, gpus)
+        store, n = rank_store(), placement.n_prefill
+        address = store.host, store.port
+        make = lambda i: partial(DisaggregatedReplica, i < n, own.replicate, address)
+        replicas = LocalReplicas(high, argv, threads, tp, gpus, make)
+        return DisaggregatedReplicas(replicas, n, store)
     try:
         import ray.serve  # noqa: F401
     except ImportError:
@@ -476,6 +509,30 @@ def start_replicas(own: argparse.Namespace, args: Any, argv: list[str]) -> Any:
         ) from None
     max_calls = args.max_queue + args.max_num_seqs
     return RayReplicas(argv, threads, tp, ray_options(low, high, cpus, gpus, tp, max_calls))
+
+
+def check_disaggregate(own: argparse.Namespace, args: Any) -> Placement | None:
+    """--disaggregate P:D, and the defaults of --replicas and --backend. ValueError names a wrong
+    flag."""
+    from generation.config import parse_placement
+
+    if own.disaggregate is None:
+        if own.replicate:
+            raise ValueError("--replicate requires --disaggregate P:D")
+        own.replicas, own.backend = own.replicas or "2", own.backend or "ray"
+        return None
+    flag = f"--disaggregate {own.disaggregate}"
+    if own.disaggregate == "auto":
+        raise ValueError(f"{flag} is for generate.py --bench-serving; give P:D")
+    placement = parse_placement(own.disaggregate)
+    if own.backend == "ray":
+        raise ValueError(f"{flag} requires --backend mp: its replicas are processes")
+    if own.replicas is not None:
+        raise ValueError(f"{flag} is the number of replicas; remove --replicas")
+    if (args.tp or 1) > 1 or placement.prefill_tp > 1 or placement.decode_tp > 1:
+        raise ValueError(f"{flag}: a replica has one rank here; give P:D, and no --tp")
+    own.replicas, own.backend = str(placement.workers[-1].stop), "mp"
+    return placement
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -488,8 +545,15 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m serving.cluster", description=__doc__.split("\n")[0], allow_abbrev=False,
         epilog="All other flags are those of generate.py --serve.",
     )  # fmt: skip
-    parser.add_argument("--replicas", default="2", metavar="N|MIN:MAX")
-    parser.add_argument("--backend", default="ray", choices=("ray", "mp"))
+    parser.add_argument("--replicas", metavar="N|MIN:MAX", help="default: 2")
+    parser.add_argument("--backend", choices=("ray", "mp"), help="default: ray")
+    parser.add_argument(
+        "--disaggregate", metavar="P:D", help="P replicas run prompts, D decode (--backend mp)"
+    )
+    parser.add_argument(
+        "--replicate", action="store_true",
+        help="with --disaggregate: send each step's KV back, not only full blocks",
+    )  # fmt: skip
     own, rest = parser.parse_known_args(argv)
     rest = rest if any(a.startswith("--serve") for a in rest) else ["--serve", *rest]
     try:

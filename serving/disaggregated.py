@@ -3,9 +3,9 @@
 A prompt's chunk and the decoding sequences of one engine share each step, so a prompt delays every
 next token. Engines in processes of their own do not disturb each other, and each phase can have its
 own batch size, workers and parallelism (DistServe, arXiv:2401.09670; Splitwise, arXiv:2311.18677).
-`prefill_worker` runs each prompt to its first token, exports the request with its KV in host memory
-(Engine.export_request, the format of KV swap, so block sizes may differ) and sends it;
-`decode_worker` imports it and goes on:
+`prefill_worker` runs each prompt to its first token and sends its KV in parts meanwhile, one after
+each chunk, so that with the first token only the last one remains; `decode_worker` goes on
+(kv_transfer.py):
 
     torch.distributed.init_process_group("gloo")
     engine = Engine(model, num_blocks=1024)
@@ -24,13 +24,12 @@ token and on the time per further token (DistServe, section 2.2), of every place
 number and tensor parallelism of the workers of each phase, and of colocated engines. DistServe
 (sections 4.1, 4.2) searches the same and pipeline parallelism, by simulation; here each is run.
 
-Cost: the KV of each prompt crosses the network once, pickled by send_object_list; `auto` loads the
-model for every placement. When it loses: short prompts, where the transfer takes longer than the
-prefill; few requests, which leave workers idle; loose limits, which colocated engines meet at a
-higher rate.
+Cost: the KV of each prompt crosses the network once; `auto` loads the model for every placement.
+When it loses: short prompts, where the transfer takes longer than the prefill; few requests, which
+leave workers idle; loose limits, which colocated engines meet at a higher rate.
 
 Equivalence (test_all.py): outputs == those of one engine, sampled ones and errors included.
-Needs: paged_kv.py, and a process group of gloo or another that sends objects.
+Needs: kv_transfer.py, and a process group, of gloo if a worker has several ranks.
 """
 
 from __future__ import annotations
@@ -41,19 +40,17 @@ if __name__ == "__main__":
 import gc
 import math
 import queue
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate, product
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from paged_kv import Engine, KVTransfer, Output, SamplingParams, SwappedKV
+from paged_kv import Engine, Output, SamplingParams
+from serving.kv_transfer import Channel, Handover, KVInbox, KVPart, KVSender, decodes
 
 Request = tuple[int, list[int], SamplingParams]  # id, prompt, parameters
 
@@ -136,16 +133,6 @@ def from_first_rank(items: Iterator, group: Any) -> Iterator:
     return items if group is None else iter(next_item, ...)
 
 
-def map_kv(fn: Callable[[Sequence[Tensor]], Tensor], *parts: KVTransfer) -> KVTransfer:
-    """The first transfer, with fn of each layer's KV tensors (2 or 1, Hkv, n, ...) of all parts."""
-    sequences = []
-    for seqs in zip(*(part.sequences for part in parts)):
-        (n, *_), *kv = zip(*(seq.swapped_kv for seq in seqs))  # kv and scales, of each part
-        kv = [[fn(layer) for layer in zip(*tensors)] for tensors in kv]
-        sequences.append(replace(seqs[0], swapped_kv=SwappedKV(n, *kv)))
-    return KVTransfer(parts[0].output, sequences)
-
-
 def add_arrived(
     engine: Engine, requests: Iterator[Request | None], refuse: Callable[[Output], Any]
 ) -> bool:
@@ -169,44 +156,23 @@ def prefill_worker(
 ) -> None:
     """Run each prompt to its first token and send it to the ranks of targets[id % n], with the
     slice of this engine's KV heads that each maps to."""
-    arrivals, more = iter(requests), True
+    channels = [Channel(engine, ranks) for ranks in targets]
+    arrivals, more, sender = iter(requests), True, KVSender(engine)
 
-    def send(output: Output) -> None:
-        transfer = KVTransfer(output, []) if output.finished else engine.export_request(output.id)
-        for rank, heads in targets[output.id % len(targets)].items():
-            part = map_kv(lambda x: x[0][:, heads].contiguous(), transfer)  # not a view: pickled
-            dist.send_object_list([part], rank)
+    def finish(output: Output) -> None:
+        channels[output.id % len(channels)].send(Handover(output.id, output))
 
     while more or engine.unfinished:
-        more = more and add_arrived(engine, arrivals, send)
+        more = more and add_arrived(engine, arrivals, finish)
         for output in engine.step():
-            send(output)
-    for rank in (rank for target in targets for rank in target):
-        dist.send_object_list([None], rank)
-
-
-def start_receiving(sources: Sequence[Iterable[int]]) -> tuple[list[queue.Queue], queue.Queue]:
-    """A queue for each source, of its transfers and last None, or the exception that ended it; and
-    one of the indices of sources in the order of arrival. Threads fill them."""
-    inboxes: list[queue.Queue] = [queue.Queue() for _ in sources]
-    order: queue.Queue[int] = queue.Queue()
-
-    def receive(i: int, transfer: Any = ...) -> None:
-        while transfer is not None and not isinstance(transfer, BaseException):
-            parts: list[KVTransfer | None] = []
-            try:
-                for rank in sources[i]:
-                    dist.recv_object_list(box := [None], rank)
-                    parts += box
-                transfer = parts[0] and map_kv(partial(torch.cat, dim=1), *parts)
-            except BaseException as e:  # the other worker died
-                transfer = e
-            inboxes[i].put(transfer)
-            order.put(i)
-
-    for i in range(len(sources)):
-        threading.Thread(target=receive, args=(i,), daemon=True).start()
-    return inboxes, order
+            if output.finished:
+                finish(output)
+        for id in list(engine.outputs):
+            done = decodes(engine, id)
+            (sender.hand_over if done else sender.send_new)(id, id, channels[id % len(channels)])
+    for channel in channels:
+        channel.send(None)
+        channel.flush()
 
 
 def decode_worker(
@@ -215,27 +181,33 @@ def decode_worker(
     """Decode the requests that prefill workers send; returns the outputs in order of id. sources:
     of each such worker the ranks that send this engine's KV heads, in order of heads. group: of
     this worker, if it has several ranks."""
-    inboxes, order = start_receiving(sources)
+    inboxes: list[queue.Queue] = [queue.Queue() for _ in sources]
+    order: queue.Queue[int] = queue.Queue()  # of arrival
+    for i, ranks in enumerate(sources):
+        put = lambda message, i=i: (inboxes[i].put(message), order.put(i))
+        Channel(engine, sources=ranks).listen(put)
 
     def arrived() -> Iterator[int | None]:
         while True:  # blocks only if there is nothing to decode
             yield None if engine.unfinished and order.empty() else order.get()
 
-    outputs, open_sources, arrivals = {}, len(sources), from_first_rank(arrived(), group)
+    outputs, inbox, open_sources = {}, KVInbox(engine), len(sources)
+    arrivals = from_first_rank(arrived(), group)
     while open_sources or engine.unfinished:
         while open_sources and (i := next(arrivals)) is not None:
-            transfer = inboxes[i].get()
-            if isinstance(transfer, BaseException):
-                raise transfer
-            if transfer is None:
+            message = inboxes[i].get()
+            if isinstance(message, Exception):
+                raise message
+            if message is None:
                 open_sources -= 1
-                continue
-            output = outputs[transfer.output.id] = transfer.output
-            try:
-                if transfer.sequences:
-                    engine.import_request(transfer)
-            except ValueError as e:  # this engine has a smaller cache, for example
-                outputs[output.id] = Output(output.id, output.prompt_ids, error=str(e))
+            elif isinstance(message, KVPart):
+                inbox.add(message)
+            else:
+                output = message.output
+                try:
+                    outputs[message.key] = inbox.receive(message)
+                except ValueError as e:  # this engine has a smaller cache, for example
+                    outputs[message.key] = replace(output, samples=[], error=str(e))
         engine.step()
     return [outputs[id] for id in sorted(outputs)]
 

@@ -24,6 +24,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -126,6 +127,7 @@ class ReplicatedEngine:
         self.call, self.on_step = call, on_step
         self.stats: dict[str, Stats] = {}  # the latest of each replica
         self.tasks: dict[Stream, asyncio.Task] = {}
+        self.numbers = count()
 
     @property
     def n_waiting(self) -> int:
@@ -142,6 +144,7 @@ class ReplicatedEngine:
         """As AsyncEngine.submit."""
         stream, now = Stream(requests), time.perf_counter()
         for i, request in enumerate(requests):
+            request.id = next(self.numbers)  # the same for each replica that gets it
             samples = [Sample() for _ in range(request.params.n)]
             output = previous[i] if previous else Output(request, request.ids, samples)
             more = dict(num_prompt_logprobs=prompt_logprobs, arrival_time=now, timestamps=[])
