@@ -16,6 +16,7 @@
     python generate.py --bench-serving 200 --request-rate 10 throughput and latency under load
     python generate.py --program FILE.py                     calls whose outputs fill other prompts
     python generate.py --offload cpu ...                     layers in host memory, or in files
+    python generate.py --kv-store FOLDER --interactive       KV of earlier runs; the chat goes on
     torchrun --nproc-per-node 4 generate.py --tp 4 ...       tensor parallelism over 4 ranks
     torchrun --nproc-per-node 4 -- generate.py --pp 4 --n 8  pipeline parallelism over 4 ranks
     torchrun --nproc-per-node 4 generate.py --ep ...         expert parallelism over 4 ranks
@@ -193,6 +194,7 @@ class Decoder:
         # a drafting.Speculator or an early_exit.ExitSteps, which then runs the steps
         self.speculator: Any = None
         self.broadcast: Callable[[Tensor], Any] | None = None  # from rank 0, with --ep
+        self.prefill = prefill
         self.run = self._compile() if compiled else lambda: self._step(self.num_cached + 1)
 
     def start(self, ids: Sequence[int], cached: int = 0) -> list[list[int]]:
@@ -201,7 +203,7 @@ class Decoder:
         self.num_cached = cached
         prompt = torch.tensor([ids[cached:]], device=self.token.device)
         kwargs = {} if self.speculator is None else {"observe": self.speculator.observe}
-        logits = prefill(self.model, prompt, self.cache, cached, self.attention, **kwargs)
+        logits = self.prefill(self.model, prompt, self.cache, cached, self.attention, **kwargs)
         self.num_cached = len(ids)
         self.sampler.start([ids] * self.batch)
         self.position.fill_(len(ids))
@@ -344,6 +346,7 @@ def complete(args: GenerateConfig, text: str, gate: Any = None) -> bool:
     no_eos = args.ignore_eos or args.bench or args.dummy
     eos = () if no_eos else eos_ids(args.checkpoint, model.config.eos_ids)
     decoder = build_decoder(args, model, tokenizer, len(ids) + max_new, eos)
+    history = build_history(args, decoder)
     load_seconds = IMPORT_SECONDS + time.perf_counter() - begin
 
     quiet = args.json or args.bench or gate is not None
@@ -351,23 +354,17 @@ def complete(args: GenerateConfig, text: str, gate: Any = None) -> bool:
     show = partial(print, end="", flush=True) if not quiet and args.n == 1 else lambda text: None
     continues = args.prompt_tokens is None and not args.chat  # the text continues the prompt's
 
-    def new_rows() -> list[Continuation]:
-        prompt, keep_space = ids if continues else (), args.grammar is not None
-        stream = lambda: TextStream(tokenizer, prompt, keep_space)
-        return [
-            Continuation(tokenizer, stream(), StopStrings(args.stop), eos, show)
-            for _ in range(args.n)
-        ]
-
     if continues and not quiet and args.n == 1:
         print(text, end="", flush=True)
 
     def run() -> RunTimings:
         nonlocal rows
-        rows = new_rows()
-        return time_steps(run_rows(decoder, ids, rows, max_new, args.logprobs), decoder, rows)
+        rows = new_rows(args, tokenizer, ids if continues else (), eos, show)
+        steps = run_rows(decoder, ids, rows, max_new, args.logprobs, cached)
+        return time_steps(steps, decoder, rows)
 
     rows, runs, baseline, speculator = [], [], [], decoder.speculator
+    cached = 0 if history is None else history.find(ids)
     for _ in range(args.bench + 1 if args.bench else 1):
         if speculator is not None and args.bench:  # alternate: other load then affects both
             decoder.speculator = None
@@ -386,6 +383,9 @@ def complete(args: GenerateConfig, text: str, gate: Any = None) -> bool:
         if not args.json:
             print((text if continues else "") + rows[0].text, end="")
     summary = confidence | summarize(runs, len(ids), load_seconds, measure_bandwidth(device))
+    if history is not None:
+        history.save(ids + rows[0].tokens)
+        summary |= {"cached_tokens": cached}
     if speculator is not None:
         summary |= speculator.summary() | speedup(runs, baseline)
     if args.kv_budget is not None:
@@ -393,6 +393,16 @@ def complete(args: GenerateConfig, text: str, gate: Any = None) -> bool:
     report(args, text if continues else "", rows, summary)
     print(summary_line(summary, device_name(device, args.mesh, args.cp)), file=sys.stderr)
     return True
+
+
+def new_rows(
+    args: GenerateConfig, tokenizer: Tokenizer, prompt: Sequence[int], eos: Sequence[int],
+    show: Callable[[str], Any],
+) -> list[Continuation]:  # fmt: skip
+    """--n empty rows. prompt: the ids that their text continues."""
+    stream = lambda: TextStream(tokenizer, prompt, args.grammar is not None)
+    new = lambda: Continuation(tokenizer, stream(), StopStrings(args.stop), eos, show)
+    return [new() for _ in range(args.n)]
 
 
 def fit_to_context(args: GenerateConfig, n_prompt: int, context: int) -> int:
@@ -429,7 +439,8 @@ def build_decoder(
         attention, max_len = lambda cache, limit: cache.attend, slots_per_rank(max_len, args.cp)
     # ring buffers for layers with sliding windows, where every step attends through KVCache.attend
     # and none goes back further than the rejected drafts
-    ring = attention is sdpa and not args.interactive and args.speculate not in ("tree", "staged")
+    whole = args.interactive or args.kv_store is not None  # their KV may be kept
+    ring = attention is sdpa and not whole and args.speculate not in ("tree", "staged")
     lookahead, params = 0, sampling_params(args, tokenizer, V, eos)
     if args.speculate or args.grammar is not None:
         from generation import drafting
@@ -489,6 +500,15 @@ def budgeted_cache(
         first = model.embed.weight
         windowed = KVCache(config, rows, max_len, first.dtype, first.device, rollback)
     return build_cache(args.kv_policy, args.kv_budget, model, rows, max_len, windowed)
+
+
+def build_history(args: GenerateConfig, decoder: Decoder) -> Any:
+    """--kv-store: a kv_history.py's History of the decoder; None without."""
+    if args.kv_store is None:
+        return None
+    from generation.kv_history import History, open_store
+
+    return History(open_store(args, decoder.model), decoder, prefill, args.block_size)
 
 
 def sampling_params(
@@ -577,7 +597,9 @@ def interactive_chat(args: GenerateConfig) -> None:
     limit = min(args.ctx_size or CHAT_CONTEXT, model.config.context)
     eos = () if args.ignore_eos else eos_ids(args.checkpoint, model.config.eos_ids)
     decoder = build_decoder(args, model, tokenizer, limit, eos)
-    chat_loop(args, Chat(decoder, run_rows, tokenizer, template, args.system_prompt), eos, limit)
+    history = build_history(args, decoder)
+    chat = Chat(decoder, run_rows, tokenizer, template, args.system_prompt, history)
+    chat_loop(args, chat, eos, limit)
 
 
 # --------------------------------------------------------------------------------------------------

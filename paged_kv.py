@@ -53,7 +53,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from itertools import accumulate, count, product
+from itertools import accumulate, count, product, takewhile
 from numbers import Integral, Real
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -374,6 +374,13 @@ class BlockAllocator:
 # --------------------------------------------------------------------------------------------------
 
 
+NO_KV_STORE = SimpleNamespace(  # the methods of serving/kv_store.py's KVStore, without one
+    want=lambda *_: None, find=lambda *_: None, save=lambda *_: None, recover=lambda _: False,
+    gate=lambda attend: attend, busy=False,
+    counts=dict(kv_store_host_tokens=0, kv_store_disk_tokens=0),
+)  # fmt: skip
+
+
 def fcfs(seq: Sequence) -> Any:
     """The default policy, first come first served by priority: a sort key, of which the smallest is
     admitted first and the largest is preempted first. The oldest sequence of the highest priority
@@ -391,6 +398,7 @@ class Plan:
     swap_out: list[tuple[Sequence, list[int], int, int]] = field(default_factory=list)
     copies: dict[int, int] = field(default_factory=dict)  # destination block -> source block
     swap_in: list[tuple[Sequence, int]] = field(default_factory=list)  # first token to copy
+    stored: list[tuple[Sequence, Any]] = field(default_factory=list)  # what the KVStore found
     run: list[tuple[Sequence, int]] = field(default_factory=list)  # number of its tokens to run
     drafts: dict[Sequence, int] = field(default_factory=dict)  # number of drafts to verify
     loads: list[tuple[Any, list[int]]] = field(default_factory=list)  # adapters, blocks to fill
@@ -413,15 +421,10 @@ class Scheduler:
     """
 
     def __init__(
-        self,
-        allocator: BlockAllocator,
-        max_num_batched_tokens: int = 512,
-        max_num_seqs: int = 64,
-        policy: Callable[[Sequence], Any] = fcfs,
-        kv_swap: bool = False,
-        continuous: bool = True,
+        self, allocator: BlockAllocator, max_num_batched_tokens: int = 512, max_num_seqs: int = 64,
+        policy: Callable[[Sequence], Any] = fcfs, kv_swap: bool = False, continuous: bool = True,
         max_blocks: int | None = None,
-    ):
+    ):  # fmt: skip
         _check(
             1 <= max_num_seqs <= max_num_batched_tokens,
             f"max_num_seqs {max_num_seqs} must be from 1 to max_num_batched_tokens "
@@ -441,6 +444,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.ring_copies: dict[int, int] = {}  # destination -> source: forks since the last step
+        self.kv_store: Any = NO_KV_STORE
         self.n_preempted = self.n_admitted_tokens = self.n_hit_tokens = self.n_run_tokens = 0
 
     def schedule(self, plan: Plan | None = None) -> Plan:
@@ -505,6 +509,7 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         self.waiting.append(seq)
+        self.kv_store.want(seq, seq.tokens, seq.adapter)
 
     def finish(self, seq: Sequence) -> None:
         """A sequence ended or was aborted: release its blocks."""
@@ -627,12 +632,17 @@ class Scheduler:
         self.n_admitted_tokens += len(seq.tokens)
         while len(seq.block_table) < self._num_blocks_for(len(seq.tokens)):
             seq.block_table.append(self.allocator.allocate())
-        kv, n = seq.swapped_kv, seq.num_computed_tokens
+        tokens = seq.tokens[:-1][: self._num_shareable_blocks(seq) * self.block_size]
+        kv = seq.swapped_kv or self.kv_store.find(tokens, seq.num_cached_blocks, seq.adapter, seq)
+        n = seq.num_computed_tokens
         # without all tokens before it cannot be shared, and is recomputed
         usable = kv is not None and (kv.first <= n or not self.allocator.prefix_cache)
         if usable and kv.n > n:
-            plan.swap_in.append((seq, seq.num_written_tokens))
-            seq.num_computed_tokens = seq.num_written_tokens = seq.swapped_kv.n
+            if kv is seq.swapped_kv:
+                plan.swap_in.append((seq, seq.num_written_tokens))
+            else:
+                plan.stored.append((seq, kv))
+            seq.num_computed_tokens = seq.num_written_tokens = kv.n
             self.register(seq, plan)
         else:
             seq.swapped_kv = None
@@ -662,6 +672,10 @@ class Scheduler:
         self.n_preempted += 1
 
     def _release(self, seq: Sequence) -> None:
+        if getattr(seq.request, "error", None) is None:  # else it may have computed NaN
+            # blocks of a failed step are not in the tree any more
+            full = takewhile(self.allocator.entries.get, seq.block_table[: seq.num_cached_blocks])
+            self.kv_store.save(seq.tokens, [*full], seq.adapter)
         self.allocator.release(seq.block_table)
         self.allocator.release(seq.adapter_blocks)
         self.running.remove(seq)
@@ -808,16 +822,10 @@ class PagedKVCache:
     """
 
     def __init__(
-        self,
-        config: Any,
-        num_blocks: int,
-        block_size: int = 16,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-        kv_dtype: str | None = None,
-        rings: int = 0,
-        ring_blocks: int = 0,
-    ):
+        self, config: Any, num_blocks: int, block_size: int = 16,
+        dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
+        kv_dtype: str | None = None, rings: int = 0, ring_blocks: int = 0,
+    ):  # fmt: skip
         """config: an object with n_layers, n_kv_heads, head_dim, for latent attention kv_lora_rank
         and qk_rope_head_dim, and for rings windows."""
         option = getattr(config, "contiguous_only", "")
@@ -1647,30 +1655,17 @@ class Engine:
     """
 
     def __init__(
-        self,
-        model: Any,
-        *,
-        num_blocks: int,
-        block_size: int = 16,
-        max_num_batched_tokens: int = 512,
-        max_num_seqs: int | None = None,
-        policy: Callable[[Sequence], Any] = fcfs,
-        kv_swap: bool = False,
-        continuous: bool = True,
-        prefix_cache: bool = True,
-        kv_dtype: str | None = None,
-        sampler: Any = None,
+        self, model: Any, *, num_blocks: int, block_size: int = 16,
+        max_num_batched_tokens: int = 512, max_num_seqs: int | None = None,
+        policy: Callable[[Sequence], Any] = fcfs, kv_swap: bool = False, continuous: bool = True,
+        prefix_cache: bool = True, kv_dtype: str | None = None, sampler: Any = None,
         drafter: Any = None,
         verifier: Callable[[Tensor, list[Sequence], list[Draft]], list[list[int]]] | None = None,
-        speculate_k: Any = 4,
-        output_callback: Callable[[Sequence], Any] | None = None,
-        eos_ids: Iterable[int] | None = None,
-        compile: bool = False,
-        static: bool | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-        adapters: Any = None,
-        cache: Callable[..., Any] | None = None,
-    ):
+        speculate_k: Any = 4, output_callback: Callable[[Sequence], Any] | None = None,
+        eos_ids: Iterable[int] | None = None, compile: bool = False, static: bool | None = None,
+        clock: Callable[[], float] = time.perf_counter, adapters: Any = None,
+        cache: Callable[..., Any] | None = None, kv_store: Any = None,
+    ):  # fmt: skip
         """max_num_batched_tokens: token budget of a step, which bounds inter-token latency.
         max_num_seqs: samples that run at once, by default 64 or the budget. policy, continuous: see
         Scheduler. kv_swap: preemption swaps KV to host memory. kv_dtype: see PagedKVCache.
@@ -1694,7 +1689,8 @@ class Engine:
         drafts and one more, -1 if none can be sampled. A sequence with d drafts has d + 1 rows.
         adapters: serving/adapters.py's AdapterPool, whose adapters requests can name, or
         serving/shared_models.py's ModelPool, which has head(hidden (R, C), models) -> logits.
-        cache: called like PagedKVCache, the default; optional method: reclaim(free blocks)."""
+        cache: called like PagedKVCache, the default; optional method: reclaim(free blocks).
+        kv_store: serving/kv_store.py's KVStore, where blocks of finished sequences are found."""
         weight = next(model.parameters())
         rope = getattr(model.config, "rope_scaling", None) or {}
         _check(
@@ -1717,6 +1713,11 @@ class Engine:
             model.config, num_blocks, block_size, weight.dtype, weight.device, kv_dtype,
             max_num_seqs if mixed else 0, ring_blocks,
         )  # fmt: skip
+        self.kv_store = self.scheduler.kv_store = kv_store or NO_KV_STORE
+        if kv_store is not None:
+            _check(prefix_cache, "kv_store requires prefix_cache: it keeps the tree's blocks")
+            layers = [*zip(*filter(None, (self.cache.pages, self.cache.scales)))]
+            kv_store.bind(layers, block_size)
         self.adapters = adapters
         if adapters is not None:
             adapters.bind(self.cache, self.allocator, max_num_batched_tokens, max_num_seqs)
@@ -1767,16 +1768,10 @@ class Engine:
     # ---- requests ----
 
     def add(
-        self,
-        prompt_ids: Iterable[int],
-        params: SamplingParams = SamplingParams(temperature=0.0),
-        *,
-        id: Any = None,
-        priority: int = 0,
-        client: str = "",
-        prompt_logprobs: int | None = None,
-        prompt_logprobs_from: int = 1,
-    ) -> Any:
+        self, prompt_ids: Iterable[int], params: SamplingParams = SamplingParams(temperature=0.0),
+        *, id: Any = None, priority: int = 0, client: str = "",
+        prompt_logprobs: int | None = None, prompt_logprobs_from: int = 1,
+    ) -> Any:  # fmt: skip
         """Queue a request; returns its id. client: who sent it, for policies that are fair to each.
         prompt_logprobs: also return the log-probability of each prompt token from number
         prompt_logprobs_from (not 0) on, and of the K most likely ones in its place; only the tokens
@@ -1908,9 +1903,12 @@ class Engine:
             self._copy_kv(plan)  # first: a drafter may write to newly allocated blocks
             drafts, draft_seconds = self._propose_drafts(plan)
             hidden = self._run(plan, drafts)
-        except BaseException:
+        except BaseException as e:
+            repeat = self.kv_store.recover(e)
             self.scheduler.rollback(plan)
-            raise
+            if not repeat:
+                raise
+            return
         self.scheduler.commit(plan)
         to_sample: dict[Sequence, Draft] = {}  # sequences that sample a token, and their drafts
         rows, row = [], 0  # (row of hidden, sequence)
@@ -2032,6 +2030,8 @@ class Engine:
         for seq, first in plan.swap_in:
             self.cache.write(seq.block_table, first, seq.swapped_kv, seq.ring)
             seq.swapped_kv = None
+        for seq, kv in plan.stored:
+            self.kv_store.load(kv, seq.block_table)
         if self.adapters is not None:
             self.adapters.load(plan.loads)
 
@@ -2057,8 +2057,8 @@ class Engine:
 
     def _forward(self, chunks: list[Chunk], drafted: bool) -> Tensor:
         """Hidden states (N, C), padded if shapes are static."""
-        if self.cuda_graphs is None:
-            return self._hidden(self.cache.step(chunks))
+        if self.cuda_graphs is None or self.kv_store.busy:
+            return self._hidden(self.cache.step(chunks), self.kv_store.gate)
         n, r = sum(len(c.tokens) for c in chunks), len(chunks)
         return self.cuda_graphs(*self.cache.step(chunks, self._padded_shape(n, r, drafted)))
 
@@ -2090,9 +2090,9 @@ class Engine:
                 self._finish(child, "error")
         return forks
 
-    def _hidden(self, step: Step) -> Tensor:
+    def _hidden(self, step: Step, gate: Callable = NO_KV_STORE.gate) -> Tensor:
         """(N, C)"""
-        attend = partial(self.cache.attend, step=step)
+        attend = gate(partial(self.cache.attend, step=step))
         return self.model(step.tokens[None], step.positions[None], attend, return_hidden=True)[0]
 
     def _head(self, hidden: Tensor, seqs: list[Sequence]) -> Tensor:
@@ -2116,11 +2116,9 @@ class Engine:
 
     def _logprobs(self, logits: Tensor, seqs: list[Sequence]) -> list[Tensor | None]:
         """(V,) on the host for each row whose sequence requests logprobs."""
-        found: list[Tensor | None] = [None] * len(seqs)
-        for row, seq in enumerate(seqs):
-            if seq.params.logprobs is not None:
-                found[row] = logits[row].float().log_softmax(-1).cpu()
-        return found
+        logp = lambda row: row.float().log_softmax(-1).cpu()
+        wanted = [seq.params.logprobs is not None for seq in seqs]
+        return [logp(row) if yes else None for row, yes in zip(logits, wanted)]
 
     def _score_prompt(self, seq: Sequence, hidden: Tensor) -> None:
         """Append the log-probabilities of the prompt tokens that follow the tokens just run, whose
@@ -2220,6 +2218,7 @@ class Engine:
             "cache_used": 1 - self.allocator.n_free / len(self.allocator.refs),
             "hit_rate": scheduler.n_hit_tokens / max(1, scheduler.n_admitted_tokens),
             "preemptions": scheduler.n_preempted,
+            **self.kv_store.counts,
         }
 
 

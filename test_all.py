@@ -13,7 +13,7 @@ their own. All models are tiny random ones or the shipped checkpoints.
     files cpu sampling drafting early_exit kv_select cascade structured        generation/
     serving traces policies replica simulate pools row_order length_batching   serving/
     colocation time_sharing variants server unacked lockstep kv_transfer       serving/
-    cluster page adapters shared_models vattention                             serving/
+    cluster page adapters shared_models vattention kv_store                    serving/
     programs                                        generation/programs.py, values.py
     calibrate sparse gemm gguf                               quantization/
     data optimizers offload recompute chunked_loss lora token_windows          training/
@@ -216,6 +216,9 @@ from training import lora_jobs as LJ
 from training import token_windows as TW
 from training import trials as TRIALS
 from serving import finetune
+from serving import kv_store as KVS
+from serving import metrics as METRICS
+from generation import kv_history as KVH
 from training import metrics as MT
 import model as M
 from training import offload as OF
@@ -22907,8 +22910,6 @@ def each_slot(q, k, v, lengths, *, latent_dim=None, **options) -> torch.Tensor:
 
 
 CPU = torch.device("cpu")
-CPU = torch.device("cpu")
-CPU = torch.device("cpu")
 VIRTUAL = {  # model, block size, further options of the Engine, of the cache
     "sdpa": ("gqa", 16, dict(num_blocks=3, kv_swap=True), {}),
     "flash": ("alibi+window", 16, dict(num_blocks=4), dict(attention=A.flash_attention)),
@@ -23261,6 +23262,536 @@ REFUSED |= {
         partial(VM.sdpa, *torch.zeros(3, 1, 1, 1, 1), scale=1.0, softcap=2.0), "softcap"
     ),
 }  # fmt: skip
+
+
+
+
+# --------------------------------------------------------------------------------------------------
+# serving/kv_store.py, generation/kv_history.py
+# --------------------------------------------------------------------------------------------------
+
+
+class KVCase(SimpleNamespace):
+    """A model, an Engine's options, prompts of two turns, and an Engine's answers without a store.
+    """
+
+    def engine(self, folder: Path | None, **sizes) -> tuple[P.Engine, KVS.KVStore | None]:
+        sizes = dict(max_bytes=10**9, host_bytes=10**9) | sizes
+        store = None if folder is None else KVS.KVStore(folder, fingerprint=self.weights, **sizes)
+        more = {name: make() for name, make in self.makers.items()}
+        return paged_engine(self.model, kv_store=store, **self.options, **more), store
+
+    def answers(self, engine: P.Engine, turn: int = 0) -> list[list[list[int]]]:
+        return paged_tokens(paged_serve(engine, self.turns[turn], self.params))
+
+    def full(self, turn: int = 0) -> int:
+        """Tokens in the full blocks of the prompts, less their last tokens, each content once."""
+        size = self.options["block_size"]
+        starts = lambda p: range(size, len(p), size)
+        return size * len({tuple(p[:end]) for p in self.turns[turn] for end in starts(p)})
+
+
+@cache
+def kv_case(seed: int) -> KVCase:
+    """All models and types of KV, with other block sizes, sampling and drafts by the seed."""
+    r, names = random.Random(seed), [*PAGED_CONFIGS]
+    model, V_ = paged_model(names[seed % len(names)]), 97
+    sampled = P.SamplingParams(temperature=0.9, seed=seed, n=2, max_new_tokens=9, ignore_eos=True)
+    size, shared = r.choice((2, 3, 4, 8)), paged_prompt(11, seed + 50)
+    prompts = [shared + paged_prompt(r.randint(2, 12), seed + i) for i in range(3)]
+    options = dict(block_size=size, num_blocks=300 // size, kv_dtype=(None, "int8")[seed % 2])
+    options["max_num_batched_tokens"] = r.choice((9, 64))
+    params = greedy(9) if seed % 3 else sampled
+    makers = {"sampler": lambda: S.RowSampler(V_, 9, "cpu", ())}
+    options["max_num_seqs"] = 9
+    if r.random() < 0.5:
+        makers["drafter"] = lambda: PagedDrafter(prompts, 0.3, seed=seed)
+    case = KVCase(model=model, options=options, params=params, makers=makers, turns=[prompts])
+    case.weights = KVH.fingerprint(model)
+    plain, _ = case.engine(None)
+    case.want = [case.answers(plain)]
+    case.turns.append([p + s[0] + [7, 8] for p, s in zip(prompts, case.want[0], strict=True)])
+    case.want.append(case.answers(case.engine(None)[0], 1))
+    return case
+
+
+KV_SEEDS = [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 24))]
+
+
+@pytest.mark.parametrize("seed", KV_SEEDS)
+def test_kv_store_tokens_are_those_without_it(seed, tmp_path):
+    """A second engine, and a third one for the next turn, compute no full block that the first one
+    had; tokens are those of one without a store, loaded blocks are bit for bit the saved ones."""
+    case = kv_case(seed)
+    first, store = case.engine(tmp_path)
+    assert case.answers(first) == case.want[0]
+    store.flush()
+    assert first.stats()["kv_store_disk_tokens"] == first.stats()["kv_store_host_tokens"] == 0
+    for turn in (0, 1):
+        engine, again = case.engine(tmp_path)
+        assert case.answers(engine, turn) == case.want[turn]
+        stats = engine.stats()
+        found = stats["kv_store_disk_tokens"] + stats["kv_store_host_tokens"]
+        least = case.full(0)  # and of the answers at least what was run
+        assert found == least if turn == 0 else least <= found <= case.full(1)
+        again.flush()
+        assert not again.warned and not again.busy
+        same = store.host.keys() & again.host.keys()
+        assert same and all(torch.equal(store.host[key], again.host[key]) for key in same)
+
+
+def test_kv_store_finds_what_the_pool_evicted(tmp_path):
+    """Prompts that do not fit into the pool together, and preempted sequences, are found in the
+    store of their own engine; after a request with NaN nothing of it is."""
+    case = kv_case(1)
+    engine, store = case.engine(tmp_path)
+    engine = paged_engine(
+        case.model, **case.options | dict(num_blocks=60 // case.options["block_size"]),
+        kv_store=store, **{name: make() for name, make in case.makers.items()},
+    )  # fmt: skip
+    for turn in (0, 1, 0):
+        store.flush()
+        assert case.answers(engine, turn) == case.want[turn]
+    assert engine.stats()["kv_store_host_tokens"] > case.full(0) / 2
+    model = paged_model(poison=True)
+    store = KVS.KVStore(tmp_path / "nan", 10**9, "nan")
+    engine = paged_engine(model, kv_store=store)
+    outputs = engine.generate([[5, POISON] + paged_prompt(20, 3)] * 2, greedy(4))
+    store.flush()
+    assert all("not finite" in output.error for output in outputs) and not store.host
+
+
+@torch.inference_mode()
+def test_kv_store_adapters_have_their_own(tmp_path):
+    """Requests with the base model and two adapters: each finds the KV of its own adapter only,
+    under whatever name and in whatever block of the pool, and has the tokens of no store."""
+    model, prompt = paged_model(), paged_prompt(21, 5)
+    found = []
+    for seeds in ((0, 1), (0, 1), (7, 1)):  # in the last engine a0 is another adapter
+        options = dict(num_blocks=120, kv_store=KVS.KVStore(tmp_path, 10**9, "w"))
+        engine, _ = adapter_engine(model, (), **options)
+        plain, _ = adapter_engine(model, (), num_blocks=120)
+        for each in (engine, plain):
+            pool = each.adapters
+            for i, seed in enumerate(seeds):
+                weights = lora_weights(pool.shapes, 4, seed, ADAPTER_TARGETS[0])
+                pool.register(pool.add(f"a{i}", 4, 1.0, weights))
+        params = [greedy(6, adapter=name) for name in (None, "a0", "a1")]
+        outputs = [paged_tokens(each.generate([prompt] * 3, params)) for each in (engine, plain)]
+        assert outputs[0] == outputs[1]
+        engine.kv_store.flush()
+        found.append(sum(engine.kv_store.counts.values()))
+    assert found == [0, 60, 40]
+
+
+# ---- damage ----
+
+
+def kv_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("??/*"))
+
+
+def kv_flip(at: float):
+    def flip(path: Path, r: random.Random) -> None:
+        data = bytearray(path.read_bytes())
+        data[min(len(data) - 1, int(at * len(data)))] ^= 1 << r.randrange(8)
+        path.write_bytes(data)
+
+    return flip
+
+
+KV_DAMAGES = {  # of a file
+    "first byte": kv_flip(0.0),
+    "any byte": lambda path, r: kv_flip(r.random())(path, r),
+    "last byte": kv_flip(1.0),
+    "one byte is missing": lambda path, _: os.truncate(path, path.stat().st_size - 1),
+    "truncated": lambda path, r: os.truncate(path, r.randrange(path.stat().st_size)),
+    "empty": lambda path, _: path.write_bytes(b""),
+    "zeros": lambda path, _: path.write_bytes(bytes(path.stat().st_size)),
+    "another block": lambda path, _: shutil.copy(
+        next(p for p in kv_files(path.parents[1]) if p != path), path
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", KV_DAMAGES.values(), ids=KV_DAMAGES)
+def test_kv_store_damaged_blocks_are_computed_again(damage, tmp_path, caplog):
+    """Whichever blocks are damaged, whether that is noticed while they are prefetched or while the
+    model runs: the tokens of an engine without a store, and one warning."""
+    case, r = kv_case(4), random.Random(0)
+    first, store = case.engine(tmp_path)
+    case.answers(first)
+    store.flush()
+    files = kv_files(tmp_path)
+    for prefetch, victims in ((False, files[1::2]), (True, files[::3])):
+        for path in victims:
+            damage(path, r)
+        engine, again = case.engine(tmp_path)
+        again.want = again.want if prefetch else lambda *_: None
+        assert case.answers(engine) == case.want[0]
+        again.flush()
+        assert len(caplog.messages) == 1 and "cannot be read" in caplog.messages[0]
+        caplog.clear()
+
+
+def test_kv_store_missing_blocks_are_computed_again(tmp_path, caplog):
+    """Files deleted after they were found, as by another process: no warning."""
+    case = kv_case(4)
+    first, store = case.engine(tmp_path)
+    case.answers(first)
+    store.flush()
+    engine, again = case.engine(tmp_path)
+    again.want, find = lambda *_: None, again.find
+
+    def find_and_delete(*args):
+        found = find(*args)
+        shutil.rmtree(tmp_path, ignore_errors=True)
+        return found
+
+    again.find = find_and_delete
+    assert case.answers(engine) == case.want[0] and not caplog.messages
+    again.flush()
+    assert len(kv_files(tmp_path)) > 3  # the folder was made again
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES, errno.EIO])
+def test_kv_store_survives_a_full_disk(code, tmp_path, caplog, monkeypatch):
+    """No file can be written, or none be read: the engine's own blocks are found in memory, there
+    is one warning of each kind, and no temporary file is left."""
+    case = kv_case(4)
+    readable, store = case.engine(tmp_path / "b")
+    case.answers(readable)
+    store.flush()
+
+    def refuse(path, mode, **kwargs):
+        open(path, mode, **kwargs).close()
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(KVS, "open", refuse, raising=False)
+    engine, store = case.engine(tmp_path / "a")
+    for _ in range(2):
+        assert case.answers(engine) == case.want[0]
+        store.flush()
+        engine.allocator.uncache([*engine.allocator.entries])
+    assert engine.stats()["kv_store_host_tokens"] >= case.full()
+    assert not kv_files(tmp_path / "a")
+    (line,) = caplog.messages
+    assert os.strerror(code) in line and str(tmp_path) in line
+    reader, store = case.engine(tmp_path / "b")
+    assert case.answers(reader) == case.want[0]
+    store.flush()
+    kinds = ["cannot be read" in line for line in caplog.messages[1:]]
+    assert sorted(kinds) == [False, True]
+
+
+# ---- keys, tiers and time ----
+
+
+def kv_blocks(folder: Path, width: int = 4, **sizes) -> tuple[KVS.KVStore, torch.Tensor]:
+    """A store bound to a cache of one layer, 64 blocks of 2 tokens and 8 * width bytes."""
+    store = KVS.KVStore(folder, **dict(max_bytes=10**6, fingerprint="w") | sizes)
+    cache = torch.arange(64.0).view(1, 1, 64, 1, 1).repeat(1, 1, 1, 2, width)
+    store.bind([[cache]], 2)
+    return store, cache
+
+
+def test_kv_store_keys_depend_on_all_that_kv_does(tmp_path):
+    """Other tokens before, other weights by one bit, another adapter, type, layout, block size or
+    lineage: nothing is found. The same weights in another model object: it is."""
+    model, twin = (random_model(tiny()) for _ in range(2))
+    assert KVH.fingerprint(model) == KVH.fingerprint(twin)
+    for name, p in twin.named_parameters():
+        p.view(torch.int32).flatten()[-1] ^= 1
+        assert KVH.fingerprint(model) != KVH.fingerprint(twin), name
+        p.view(torch.int32).flatten()[-1] ^= 1
+    quantized = [Q.quantize_(random_model(tiny()), s) for s in ("int8", "int8-dynamic")]
+    assert len({*map(KVH.fingerprint, (model, *quantized))}) == 3
+    assert KVH.fingerprint(random_model(tiny(rope_theta=5e3))) != KVH.fingerprint(model)
+    store, _ = kv_blocks(tmp_path)
+    store.save([1, 2, 3, 4], [5, 6])
+    store.flush()
+    assert store.find([1, 2, 3, 4, 9]).n == 4 and store.find([1, 2, 3, 9]).n == 2
+    assert store.find([1, 2, 3, 4], first=1).keys == store.find([1, 2, 3, 4]).keys[1:]
+    assert store.find([9, 2, 3, 4]) is None and store.find([3, 4]) is None
+    Adapter = type("Adapter", (SimpleNamespace,), {"__hash__": object.__hash__})
+    one = torch.ones(1)
+    a, b = (Adapter(weights=[one], offsets=one, scale=scale) for scale in (1, 2))
+    store.save([1, 2], [7], a)
+    store.flush()
+    assert store.find([1, 2, 3, 4], adapter=a).n == 2 and store.find([1, 2], adapter=b) is None
+    assert kv_blocks(tmp_path)[0].find([1, 2, 3, 4]).n == 4  # by another process
+    assert kv_blocks(tmp_path, fingerprint="v")[0].find([1, 2, 3, 4]) is None
+    for shape, dtype, size in (((1, 1, 8, 2, 4), torch.int32, 2), ((1, 1, 8, 4, 2), None, 4),
+                               ((2, 1, 8, 2, 4), None, 2)):  # fmt: skip
+        store.bind([[torch.zeros(shape, dtype=dtype)]], size)
+        assert store.find([1, 2, 3, 4]) is None
+    store, _ = kv_blocks(tmp_path)
+    store.lineage = b"x"
+    assert store.find([1, 2, 3, 4]) is None
+
+
+def test_kv_store_layers_arrive_while_others_compute(tmp_path):
+    """Layer 0 computes before the last layer is read: each layer is read only after the layer two
+    before it has computed, which nothing but an overlap can do. Then without a store of its own
+    thread: a layer that is not there is waited for."""
+    case = kv_case(4)
+    first, store = case.engine(tmp_path)
+    case.answers(first)
+    store.flush()
+    engine, again = case.engine(tmp_path)
+    L, again.want, log, read = len(again.layers), lambda *_: None, [], again.read
+    computed = [threading.Event() for _ in range(L)]
+
+    def slow_read(key, data, layers):
+        if layers.start >= 2:
+            assert computed[layers.start - 2].wait(20)
+        read(key, data, layers)
+        log.append(("read", layers.start))
+
+    gate = again.gate
+
+    def recorded(attend):
+        def attend_and_tell(spec, *args):
+            out = attend(spec, *args)
+            log.append(("computed", spec.index))
+            computed[spec.index].set()
+            return out
+
+        return gate(attend_and_tell)
+
+    again.read, again.gate = slow_read, recorded
+    assert case.answers(engine) == case.want[0]
+    last_read = lambda layer: max(i for i, x in enumerate(log) if x == ("read", layer))
+    assert log.index(("computed", 0)) < last_read(L - 1)
+    assert all(last_read(i) < log.index(("computed", i)) for i in range(L))
+
+
+def test_kv_store_evicts_what_nobody_waits_for(tmp_path):
+    """Host memory and the folder keep their limits; the least recently used blocks go first, those
+    of the last in the queue last but the first's; what is waited for comes back from disk."""
+    store, _ = kv_blocks(tmp_path, host_bytes=10 * 36)
+    chains = [[i, i, i, i + 1] for i in range(0, 60, 4)]
+    for i, tokens in enumerate(chains):
+        store.save(tokens, [2 * i, 2 * i + 1])
+        store.flush()
+    keys = [key for tokens in chains for key in store.keys(tokens)]
+    assert 9 <= len(store.host) <= 10 and [*store.host] == keys[-len(store.host) :]
+    owners = [threading.Event() for _ in range(2)]
+    for owner, tokens in zip(owners, chains, strict=False):
+        store.want(owner, tokens)
+    store.flush()
+    wanted = [k for c in chains[:2] for k in store.keys(c)]
+    assert {*wanted} < {*store.host} and len(store.host) <= 10
+    for i, tokens in enumerate(chains[5:12]):
+        store.save([90, *tokens], [i, i])
+        store.flush()
+    assert {*wanted} < {*store.host}
+    store.find(chains[0], owner=owners[0])
+    del owners, owner
+    gc.collect()
+    for i, tokens in enumerate(chains[5:12]):
+        store.save([91, *tokens], [i, i])
+        store.flush()
+    assert not {*wanted} & {*store.host} and len(store.host) <= 10
+    small, _ = kv_blocks(tmp_path / "small", max_bytes=320 * 36)
+    for i in range(360):
+        small.save([i, i], [i % 64])
+        small.flush()
+        if i == 60:
+            for path in kv_files(small.folder):
+                os.utime(path, (9, 9))
+            small.load(small.find([0, 0]), [0])  # the first is used again
+            small.wait().thread.join()
+    files = kv_files(small.folder)
+    assert 280 < len(files) <= 340 and small.find([359, 359]) is not None
+    gone = [i for i in range(360) if not os.path.exists(small._path(small.keys([i, i])[0]))]
+    assert len(gone) >= 20 and {*gone} <= {*range(1, 61)}
+
+
+def test_kv_store_removes_what_killed_writers_left(tmp_path):
+    """Temporary files are never found, and are deleted when they are old; other files are not."""
+    store, _ = kv_blocks(tmp_path)
+    store.save([1, 2], [3])
+    store.flush()
+    (path,) = kv_files(tmp_path)
+    old, new = (path.with_name(f"{path.name}.{pid}.tmp") for pid in (1, 2))
+    for tmp in (old, new, path.with_name("notes.txt")):
+        tmp.write_bytes(b"half")
+    os.utime(old, (0, 0))
+    other, _ = kv_blocks(tmp_path)
+    other.save([5, 6], [4])
+    other.flush()
+    assert not old.exists() and new.exists() and path.with_name("notes.txt").exists()
+
+
+def kv_content(tokens: list[int]) -> float:
+    return float(sum(t * 7**i for i, t in enumerate(tokens)) % 8191)
+
+
+def kv_killed(rank: int, folder: Path, seed: int) -> None:
+    """Saves, finds and loads blocks whose content their tokens determine; exit 3 if it is wrong."""
+    store, cache = kv_blocks(folder, 2**15, max_bytes=60 * 2**18, host_bytes=20 * 2**18)
+    r = random.Random(1000 * seed + rank)
+    while True:
+        tokens = [r.randrange(3) for _ in range(8)]
+        want = [kv_content(tokens[: 2 * block + 2]) for block in range(4)]
+        for block, value in enumerate(want):
+            cache[:, :, block] = value
+        store.save(tokens, range(4))
+        if (found := store.find(tokens)) is None:
+            continue
+        cache.zero_()
+        store.load(found, range(4))
+        try:
+            store.wait()
+        except KVS.LoadError as e:  # the other process has evicted it
+            store.recover(e)
+            continue
+        if any((cache[:, :, i] != want[i]).any() for i in range(found.n // 2)):
+            os._exit(3)
+
+
+@pytest.mark.slow
+def test_kv_store_killed_at_any_moment(tmp_path):
+    """Twenty times two processes that write, read and evict in one folder are killed: they have
+    read no wrong block, and no file has a name and a content that do not belong together."""
+    r, left, (store, _) = random.Random(0), 0, kv_blocks(tmp_path, 2**15)
+    texts = [list(tokens) for tokens in product(range(3), repeat=8)]
+    content = {
+        key: kv_content(tokens[: 2 * i + 2])
+        for tokens in texts
+        for i, key in enumerate(store.keys(tokens))
+    }
+    for turn in range(20):
+        ready = lambda: len(kv_files(tmp_path)) > 9
+        codes = kill_while(kv_killed, tmp_path, turn, ready=ready, delay=r.uniform(0, 0.2))
+        assert codes == [-9, -9]
+        for path in kv_files(tmp_path):
+            if path.suffix == ".tmp":
+                left += 1
+            else:
+                key = bytes.fromhex(path.name)
+                store.read(key, data := store.new_block(), range(1))
+                assert (data[KVS.SUM_BYTES :].view(torch.float32) == content[key]).all()
+    assert left, "no kill met a write"
+
+
+# ---- one prompt, and conversations ----
+
+
+KV_ROTATIONS = {
+    "plain": tiny(n_layers=1),
+    "partial": tiny(n_layers=1, rotary_dim=6, rope_interleaved=True, family="sheaf"),
+    "alibi": tiny(n_layers=1, alibi=True, family="sheaf"),
+    "yarn": tiny(n_layers=1, rope_scaling=dict(
+        rope_type="yarn", factor=4.0, original_max_position_embeddings=32)),
+    "llama3": tiny(n_layers=1, rope_scaling=dict(
+        rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+        original_max_position_embeddings=32)),
+    "latent": latent(n_layers=1, moe_layers=(), n_mtp_layers=0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KV_ROTATIONS)
+@torch.inference_mode()
+def test_kv_store_truncated_kv_equals_a_fresh_prefill_at_one_layer(name):
+    """With one layer, dropping tokens from the middle of a cache gives the KV that a prefill of the
+    others gives; with keys that are not rotated it does not."""
+    config, (start, n, T) = KV_ROTATIONS[name], (5, 30, 60)
+    model, tokens = random_model(config), random_tokens(config, 1, T)
+    caches = [M.KVCache(config, 1, T) for _ in range(2)]
+    kept = torch.cat((tokens[:, :start], tokens[:, start + n :]), 1)
+    for cache, ids in zip(caches, (tokens, kept), strict=True):
+        model(ids, torch.arange(ids.shape[1]), cache.attend)
+    before = caches[0].k[0].clone()
+    tensors = lambda cache: [[*cache.k, *cache.v]]
+    KVH.drop_tokens_(tensors(caches[0]), start, n, T, KVH.rotation(config))
+    for got, want in zip(*(tensors(cache)[0] for cache in caches), strict=True):
+        assert error(got[:, :, : T - n], want[:, :, : T - n]) < 2e-5
+    moved = error(before[:, :, start + n :], caches[1].k[0][:, :, start : T - n])
+    assert (moved < 2e-5) == (name == "alibi")
+
+
+def kv_chat(folder: Path | None, checkpoint: Path) -> CHAT.Chat:
+    """A chat in fp32 with 400 slots, as --interactive starts it."""
+    model, tokenizer = HF.load_checkpoint(checkpoint, dtype=torch.float32), K.load_tokenizer(SMALL)
+    decoder, history = G.Decoder(model, 400, GREEDY, 1, (2,)), None
+    if folder is not None:
+        store = KVS.KVStore(folder, 10**9, KVH.fingerprint(model))
+        history = KVH.History(store, decoder, G.prefill, 16)
+    return CHAT.Chat(decoder, G.run_rows, tokenizer, load_chat_template(checkpoint), None, history)
+
+
+@pytest.mark.parametrize("template", [None, pytest.param(CHATML, marks=pytest.mark.slow)])
+def test_kv_store_conversations_go_on(template, tmp_path):
+    """A chat that is closed and opened again between turns has the replies of one that is not, and
+    of one without a store until the context is full. It prefills the new line and a block at most;
+    where turns are dropped it keeps the KV of others, which no other conversation finds."""
+    checkpoint = chat_folder(tmp_path, template)
+    names, plain, n_dropped = "ab", kv_chat(None, checkpoint), 0
+    closed, opened = (kv_chat(tmp_path / name, checkpoint) for name in names)
+    for turn in range(6):
+        line = f"def f{turn}(x):\n" + "    x += 1\n" * (9 + turn % 3)
+        before = len(closed.ids)
+        fits = len(opened.encode_turn(line)[1]) < 400
+        if fits:  # else its last block would be computed without the dropped turns
+            closed = kv_chat(tmp_path / names[0], checkpoint)
+        (prompt, cached, reply), other = ask(closed, line), ask(opened, line)
+        closed.history.store.flush()
+        assert (reply, prompt) == (other[2], other[0])
+        assert turn == 0 or cached >= ((before - 1) // 16 * 16 if fits else 32)
+        n_dropped += not fits
+        if turn < 3:
+            assert not n_dropped and ask(plain, line)[2] == reply
+    assert n_dropped and closed.history.store.lineage == opened.history.store.lineage != b""
+    again = kv_chat(tmp_path / names[0], checkpoint)
+    assert again.ids == closed.ids and len(again.ends) == len(closed.ends) < 6
+    again.reset()
+    assert again.history.find(closed.ids) < 16
+
+
+def test_kv_store_prompts_in_processes(tmp_path):
+    """generate.py twice, in two processes: the second one reads the prompt's KV from files, says so
+    and writes the same; the engine of --batch finds it too."""
+    prompt = "".join(f"x{i} = {i}\n" for i in range(30))
+    flags = f"--temperature 0 --max-new-tokens 8 --dtype fp32 --kv-store {tmp_path / 'kv'}".split()
+    first, again = run("generate.py", prompt, *flags), run_generate(prompt, *flags)
+    assert first.stdout == again.out and " 0 of them from the KV store" in first.stderr
+    tokens = len(K.load_tokenizer(SMALL).encode(prompt))
+    assert f" {(tokens - 1) // 16 * 16} of them from the KV store" in again.err
+    (tmp_path / "r.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
+    done = run_generate("--batch", tmp_path / "r.jsonl", *flags)
+    assert done.code == 0 and "from the KV store" in done.err, done.err
+    (result,) = serving_results(tmp_path / "r.results.jsonl").values()
+    assert f"{prompt}{result['text']}\n" == first.stdout
+
+
+def test_kv_store_damaged_prompts_and_conversations(tmp_path, caplog):
+    """A prompt whose blocks are damaged is prefilled; a conversation's file that is no JSON is one
+    error that names it."""
+    flags = f"--temperature 0 --max-new-tokens 8 --kv-store {tmp_path}"
+    prompt = "".join(f"x{i} = {i}\n" for i in range(30))
+    first = generated(f"{flags} --json", prompt)
+    wait_until(lambda: len(kv_files(tmp_path)) >= first["prompt_tokens"] // 16)
+    for path in kv_files(tmp_path)[::2]:
+        kv_flip(0.9)(path, random.Random(0))
+    assert generated(f"{flags} --json", prompt)["text"] == first["text"]
+    assert len(caplog.messages) == 1 and "checksum" in caplog.messages[0]
+    argv = f"--interactive --dtype fp32 {flags}".split()
+    assert run_generate(*argv, stdin="x\n").code == 0
+    (chat,) = tmp_path.glob("chat-*.json")
+    chat.write_text("[1]")
+    done = run_generate(*argv, stdin="x\n")
+    assert done.code == 2 and str(chat) in done.err and done.err.count("\n") == 1
+
+
+def test_kv_store_metrics():
+    """The server's metrics count tokens from host memory and disk."""
+    metrics, stats = METRICS.Metrics(), Counter(kv_store_host_tokens=32, kv_store_disk_tokens=16)
+    metrics.update(stats)
+    text = metrics.text().decode()
+    assert "sheaf:kv_store_host_hits_total 32.0" in text
+    assert "sheaf:kv_store_disk_hits_total 16.0" in text
 
 
 # --------------------------------------------------------------------------------------------------
@@ -28814,8 +29345,9 @@ def generate_files(tmp_path_factory) -> dict[str, Path]:
     write_expert_load(at)
     files = {path.stem: path for path in at.iterdir()}
     return files | dict(
-        small=SMALL, draft=DRAFT, moe=MOE, disk=at / "disk", results=at / "requests.results.jsonl"
-    )
+        small=SMALL, draft=DRAFT, moe=MOE, disk=at / "disk", results=at / "requests.results.jsonl",
+        kv=at / "kv",
+    )  # fmt: skip
 
 
 # ---- flags that do not change the text ----
@@ -28845,6 +29377,9 @@ batch                           |                                       | --reor
 batch                           |                       | --set kv_layout=virtual           |
 program                         |                                       | --max-num-seqs 1  |
 greedy interactive              |                                       | --tp 1 --pp 1     |
+greedy samples interactive batch |                                      | --kv-store {kv}   |
+slow greedy batch               | --checkpoint {moe}                    | --kv-store {kv}   |
+slow greedy batch               | --speculate ngram                     | --kv-store {kv}   |
 greedy samples                  |                                       | --early-exit 6:6  |
 greedy samples interactive      |                                       | --kv-budget 1     |
 greedy perplexity               |                | --kv-budget 9999 --kv-policy infinigen |
@@ -29017,6 +29552,10 @@ x --kv-budget 0.5 --kv-policy infinigen --offload cpu | --kv-policy infinigen --
 x --checkpoint {MOE} --kv-budget 0.5 --kv-policy infinigen | --kv-policy infinigen latent
 x --regex (a                                | --regex cannot be compiled
 x --json-schema /nowhere                    | --json-schema /nowhere
+x --kv-store README.md                      | --kv-store README.md give a folder
+x --kv-store-size 1G                        | --kv-store-size requires --kv-store
+x --kv-store runs --kv-store-size 3x        | --kv-store-size must be bytes 500M
+x --kv-store runs --set kv_store_host=0     | --set kv_store_host must be bytes 500M
 x --json-schema README.md                   | --json-schema README.md not a JSON file
 x --json-schema checkpoints/small/config.json | --json-schema is not supported
 """
@@ -29051,6 +29590,8 @@ GENERATE_EXCLUDES = """
 --regex a   | --json-schema=f --ignore-eos --bench --interactive --compile --dummy=small --ep --pp=2
 --json-schema f                   | --bench-serving --perplexity=f --compile
 --cascade f       | --interactive --n=2 --tp=2 --batch=f --bench
+--kv-store f | --perplexity=f --bench --bench-serving --tp=2 --offload=cpu --early-exit=6:3
+--kv-store f --batch f | --set=prefix_cache=false --models=a=f
 --models a=f --batch f | --adapters=b=f --tp=2 --compile --finetune=f --quantize=int8 --dummy=small
 --early-exit 6:3 | --interactive --compile --speculate=ngram --regex=a --tp=2 --batch=f --serve
 --kv-budget 0.5  | --batch=f --serve --bench-serving --attention=flash --compile --speculate=ngram --tp=2

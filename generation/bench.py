@@ -135,8 +135,10 @@ def summary_line(s: dict[str, Any], device: str) -> str:
     line = (
         f"[{device}] loaded in {s['load_seconds']:.2f} s, first token after "
         f"{s['first_token_seconds']:.3f} s ({s['prompt_tokens']} prompt tokens, "
-        f"{s['prefill_tokens_per_second']:.0f} tok/s)"
     )
+    if "cached_tokens" in s:
+        line += f"{s['cached_tokens']} of them from the KV store, "
+    line += f"{s['prefill_tokens_per_second']:.0f} tok/s)"
     if "tokens_per_second" in s:
         line += (
             f", then {s['tokens_per_second']:.1f} tok/s reading {s['gigabytes_per_second']:.2f} "

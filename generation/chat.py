@@ -17,6 +17,8 @@ from huggingface.chat_template import ChatTemplate
 from huggingface.tokenizer import Continuation, StopStrings, TextStream, Tokenizer
 from paged_kv import SamplingParams
 
+STATE = "messages ids text ids_match_text turn ends".split()  # of a conversation
+
 
 class Chat:
     """A conversation over one KV cache: each turn prefills only tokens that are not cached.
@@ -35,19 +37,28 @@ class Chat:
         tokenizer: Tokenizer,
         template: ChatTemplate | None,
         system: str | None = None,
+        history: Any = None,
     ):
-        """decoder, run_rows: generate.py's Decoder, and its loop over the steps of a prompt."""
+        """decoder, run_rows: generate.py's Decoder, and its loop over the steps of a prompt.
+        history: kv_history.py's History, whose conversation is continued."""
         self.decoder, self.run_rows, self.tokenizer = decoder, run_rows, tokenizer
-        self.template, self.system = template, system
+        self.template, self.system, self.history = template, system, history
         self.reset()
+        state = {} if history is None else history.restore()
+        if state and state["messages"][: len(self.messages)] == self.messages:
+            for name in STATE:
+                setattr(self, name, state[name])
 
     def reset(self) -> None:
         """Start a new conversation."""
+        if self.history is not None:
+            self.history.store.lineage = b""
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         self.ids: list[int] = []  # prompt and reply of the last turn
         self.text = ""  # their text
         self.ids_match_text = False  # whether ids decode to exactly this text
         self.turn = 0
+        self.ends: list[tuple[int, int]] = []  # of each turn in ids and text
 
     def encode_turn(self, line: str) -> tuple[str, list[int]]:
         """The conversation with this user message, as text and ids."""
@@ -70,6 +81,8 @@ class Chat:
         then the number of new tokens of each step; the caller may close it after any step (Ctrl-C).
         ValueError if the conversation is too long."""
         text, ids = self.encode_turn(line)
+        if len(ids) >= limit and self.history is not None:
+            text, ids = self._drop_turns(line, limit)
         if not ids:
             raise ValueError("the prompt has no tokens; enter some text")
         if len(ids) >= limit:
@@ -80,6 +93,8 @@ class Chat:
         # at least one token must run, for its logits
         reusable = min(self.decoder.num_cached, len(self.ids), len(ids) - 1)
         cached = next((i for i in range(reusable) if ids[i] != self.ids[i]), reusable)
+        if self.history is not None:
+            cached = self.history.find(ids, cached)
         if self.template is None:  # without a template the text continues the prompt's
             row.stream = TextStream(self.tokenizer, ids)
         yield cached
@@ -94,6 +109,9 @@ class Chat:
         finally:  # also after Ctrl-C
             row.end("interrupted")
             self._append_turn(line, row)
+            if self.history is not None:
+                self.history.save(self.ids)
+                self.history.write({name: getattr(self, name) for name in STATE})
 
     def _append_turn(self, line: str, row: Continuation) -> None:
         self.messages += [
@@ -109,6 +127,23 @@ class Chat:
         self.ids_match_text = (
             row.finish_reason != "stop"
         )  # after "stop" the ids include the stop string
+        self.ends.append((len(self.ids), len(self.text)))
+
+    def _drop_turns(self, line: str, limit: int) -> tuple[str, list[int]]:
+        """encode_turn without the oldest turns, so that the prompt has half of the context at most
+        (AttentionStore's truncation ratio); the KV of the others is kept."""
+        old, (text, ids) = self.ids, self.encode_turn(line)
+        system = sum(m["role"] == "system" for m in self.messages[:1])
+        bos = len(self.tokenizer.encode("", bos=self.template is None))
+        while self.ends and len(ids) > limit // 2:
+            n_ids, n_text = self.ends.pop(0)
+            self.ends = [(i - n_ids + bos, j - n_text) for i, j in self.ends]
+            self.ids, self.text = self.ids[:bos] + self.ids[n_ids:], self.text[n_text:]
+            del self.messages[system : system + 2]
+            text, ids = self.encode_turn(line)
+        self.decoder.num_cached = self.history.shorten(old, ids)
+        self.ids = ids[: self.decoder.num_cached]
+        return text, ids
 
 
 def chat_loop(args: GenerateConfig, chat: Chat, eos: Sequence[int], limit: int) -> None:
@@ -117,6 +152,8 @@ def chat_loop(args: GenerateConfig, chat: Chat, eos: Sequence[int], limit: int) 
     if chat.template is None:
         print("This checkpoint has no chat template: it continues your text.", file=sys.stderr)
     print(f"{limit} tokens of context. /reset: new conversation; /quit: exit.", file=sys.stderr)
+    if chat.turn:
+        print(f"This continues a conversation of {len(chat.ids)} tokens.", file=sys.stderr)
     while (line := read_line()) is not None and line.strip() != "/quit":
         if line.strip() == "/reset":
             chat.reset()

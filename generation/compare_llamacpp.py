@@ -2,8 +2,11 @@
 random weights.
 
     python generation/compare_llamacpp.py --python PEER/bin/python --folder FOLDER
+    python generation/compare_llamacpp.py --python PEER/bin/python --folder FOLDER --second-turn
 
-Prints the first table of BENCHMARKS.md, which plot_decode.py draws. PEER is an environment with
+Prints the first table of BENCHMARKS.md, which plot_decode.py draws; or the time to the first token
+of a second turn, 32 tokens after a history of 2,000: without its KV, with that in memory and on
+disk (in the page cache), by --kv-store and by llama.cpp's saved states. PEER is an environment with
 llama-cpp-python, built for this machine, and gguf: CMAKE_ARGS=-DGGML_NATIVE=ON pip install
 llama-cpp-python gguf. FOLDER keeps the files, 4 GB. Each run is a new process, reads 128 tokens and
 decodes 32, three times, and reports the median. The bound is the fastest read of memory that our
@@ -70,10 +73,84 @@ median = lambda speeds: sorted(speeds)[1]
 print(json.dumps(dict(tokens_per_second=median(decode), prefill_tokens_per_second=median(prefill))))
 """
 
+TURNS = """
+import ctypes, json, sys, tempfile, time
+path, n, threads = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+old = [5 + 7 * i % 1000 for i in range(n)]
+new = old + [100 + i for i in range(32)]
+times = dict(again=[], memory=[], disk=[])
+def timed(name, restore):
+    start = time.perf_counter()
+    run(restore())
+    times[name].append(1e3 * (time.perf_counter() - start))
+def report():
+    print(json.dumps({name: sorted(values)[1] for name, values in times.items()}))
+"""
+
+OUR_TURNS = (
+    TURNS
+    + """
+import torch
+import generate
+from generation.config import parse_args
+from generation.load import load, open_gguf
+torch.set_num_threads(threads)
+with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
+    args = parse_args(f"--checkpoint {path} --temperature 0 --kv-store {folder}".split())
+    with open_gguf(args):
+        model, tokenizer = load(args, torch.device("cpu"))
+        decoder = generate.build_decoder(args, model, tokenizer, n + 64, ())
+    history = generate.build_history(args, decoder)
+    run = lambda cached: decoder.start(new, cached)
+    for _ in range(3):
+        history.ids = new
+        timed("again", lambda: 0)
+        history.save(new[: n + 1])
+        history.store.flush()
+        timed("memory", lambda: history.find(new))
+        history.store.host.clear()
+        timed("disk", lambda: history.find(new))
+    report()
+"""
+)
+
+LLAMA_CPP_TURNS = (
+    TURNS
+    + """
+import llama_cpp as api
+model = api.Llama(path, n_ctx=n + 64, n_threads=threads, n_threads_batch=threads, n_batch=512,
+                  verbose=False)
+run, tokens, size = lambda n: model.eval(new[n:]), (ctypes.c_int32 * n)(*old), ctypes.c_size_t()
+with tempfile.NamedTemporaryFile() as file:
+    name = file.name.encode()
+    def from_memory():
+        assert api.llama_state_set_data(model.ctx, state, used) == used
+        model.n_tokens = n
+        return n
+    def from_disk():
+        assert api.llama_state_load_file(model.ctx, name, tokens, n, ctypes.byref(size))
+        model.n_tokens = n
+        return n
+    for _ in range(3):
+        model.reset()
+        timed("again", lambda: 0)
+        model.reset()
+        model.eval(old)
+        state = (ctypes.c_uint8 * api.llama_state_get_size(model.ctx))()
+        used = api.llama_state_get_data(model.ctx, state, len(state))
+        assert api.llama_state_save_file(model.ctx, name, tokens, n)
+        for restore in (from_memory, from_disk):
+            model.reset()
+            timed(restore.__name__[5:], restore)
+    report()
+"""
+)
+
 
 def run(command: Sequence[str | Path]) -> str:
     """The last line that a program prints."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    root = GENERATE.parent
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root)
     if done.returncode:
         sys.exit(f"{command[0]}: {(done.stderr or 'failed').strip().splitlines()[-1]}")
     return (done.stdout.strip() or "{}").splitlines()[-1]
@@ -106,19 +183,49 @@ def compare(name: str, gguf: Path, python: str, threads: int, rounds: int) -> li
     return [*rows, f"| {name} | {what} | {bound / step:.1f} | | | |"]
 
 
+def write_gguf(args: argparse.Namespace, name: str) -> Path:
+    """The file with the weights in one format."""
+    gguf = args.folder.resolve() / f"tinyllama-{name}.gguf"
+    if not gguf.exists():
+        run([args.python, "-c", WRITE_GGUF, gguf, name.upper()])
+    return gguf
+
+
+def second_turn(gguf: Path, python: str, threads: int, rounds: int, n: int) -> list[str]:
+    """The table's rows: ms to the first token after n tokens of history, medians of the rounds."""
+    programs = {"sheaf": (sys.executable, OUR_TURNS), "llama.cpp": (python, LLAMA_CPP_TURNS)}
+    runs: dict[str, list[dict]] = {program: [] for program in programs}
+    for _ in range(rounds):
+        for program, (interpreter, code) in programs.items():
+            command = [interpreter, "-c", code, gguf.resolve(), str(n), str(threads)]
+            runs[program].append(json.loads(run(command)))
+            print(program, runs[program][-1], file=sys.stderr)
+    rows = []
+    for program, results in runs.items():
+        ms = {name: statistics.median(r[name] for r in results) for name in results[0]}
+        gain = ", ".join(f"{ms['again'] / ms[name]:.1f}x" for name in ("memory", "disk"))
+        rows.append(f"| {program} | {' | '.join(f'{x:.0f}' for x in ms.values())} | {gain} |")
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--python", required=True, help="python with llama-cpp-python and gguf")
     parser.add_argument("--folder", type=Path, required=True, help="for llama.cpp's weights")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--second-turn", action="store_true", help="time to its first token")
     args = parser.parse_args()
+    if args.second_turn:
+        gguf = write_gguf(args, "bf16")
+        print("| program | prefill again, ms | KV in memory | KV on disk | gain |")
+        print("|---|---|---|---|---|")
+        print("\n".join(second_turn(gguf, args.python, args.threads, args.rounds, 2000)))
+        return
     print("| weights | program | decode tok/s, each run | ours / it | prefill tok/s | ours / it |")
     print("|---|---|---|---|---|---|")
     for name in FORMATS:
-        gguf = args.folder / f"tinyllama-{name}.gguf"
-        if not gguf.exists():
-            run([args.python, "-c", WRITE_GGUF, gguf, name.upper()])
+        gguf = write_gguf(args, name)
         rows = compare(name, gguf, args.python, args.threads, args.rounds)
         print("\n".join(rows), flush=True)
 

@@ -25,7 +25,8 @@ from model import CONFIGS
 from paged_kv import SamplingParams
 from serving.disaggregated import Placement
 from serving.policies import POLICIES, make_policy
-from training.flags import Settings, check_excludes, check_limits, check_requires, flag, parse, rare
+from training.flags import Settings, check_excludes, check_limits, check_requires, flag, parse
+from training.flags import parse_bytes, rare
 
 SHIPPED = Path(__file__).resolve().parents[1] / "checkpoints" / "small"
 TEMPERATURE = 0.8
@@ -204,6 +205,14 @@ class GenerateConfig(Settings):
         None, "keep the small model's answer from this confidence on; 0: always, 1: never "
         "(default: the file's)", "0 or more", metavar="X")
 
+    # KV of earlier runs
+    kv_store: Path | None = flag(
+        None, "keep the KV of prompts and outputs in FOLDER, where other runs and processes with "
+        "the same weights find it (serving/kv_store.py); --interactive continues its conversation, "
+        "and drops its oldest turns when the context is full", metavar="FOLDER")
+    kv_store_size: str = flag("20G", "bytes of --kv-store at most", metavar="SIZE")
+    kv_store_host: str = rare("1G", "bytes of --kv-store in host memory at most")
+
     # many requests
     batch: Path | None = flag(
         None, "run a JSONL file of requests: each line has prompt, messages or prompt_ids, "
@@ -294,7 +303,8 @@ GROUPS = {  # the first field of each group of --help
     "prompt": "prompt", "max_new_tokens": "sampling", "device": "model and device",
     "tp": "many devices: torchrun --nproc-per-node N -- generate.py ...",
     "quantize": "quantization", "speculate": "speculative decoding", "early_exit": "early exit",
-    "kv_budget": "KV budget", "cascade": "cascade", "batch": "many requests",
+    "kv_budget": "KV budget", "cascade": "cascade", "kv_store": "KV of earlier runs",
+    "batch": "many requests",
 }  # fmt: skip
 SAMPLING = "max_new_tokens n temperature top_k top_p min_p seed stop ignore_eos repetition_penalty "
 SAMPLING += "presence_penalty frequency_penalty min_new_tokens logit_bias regex json_schema"
@@ -326,6 +336,7 @@ REQUIRES = [
     *((name, "serve") for name in (
         "api_key", "drain_timeout", "max_queue", "request_timeout", "cors_origin")),
     ("finetune", "batch serve"),
+    ("kv_store_size", "kv_store"), ("kv_store_host", "kv_store"),
     ("expert_load", "ep"), ("num_redundant_experts", "ep"),
     ("expert_spread", "num_redundant_experts"), ("shard_batch", "tp"),
     ("ffn_2d", "tp"), ("fixed_max", "attention=flash"),
@@ -379,6 +390,11 @@ EXCLUDES = [
      "its steps are not compiled, and its blocks hold 16-bit KV alone"),
     ("models", "adapter adapters quantize compile offload dummy tp pp ep cascade finetune",
      "they share the 16-bit weights of --checkpoint on one device"),
+    ("kv_store", "perplexity save quantize_report bench bench_serving", "they repeat no prompt"),
+    ("kv_store", "tp pp ep offload models", "it fingerprints the weights of one model and device"),
+    ("kv_store", "early_exit", "its tokens have the KV of fewer layers"),
+    ("kv_store", "kv_budget cp kv_layout=virtual", "it copies blocks of a cache of all tokens"),
+    ("kv_store", "prefix_cache=False", "it keeps the blocks of the prefix cache"),
     ("prompt_tokens", "prompt chat", "the prompt is random"),
     ("draft_ahead", "compile batch bench_serving serve program",
      "it continues the drafts of one prompt, uncompiled"),
@@ -444,6 +460,8 @@ def parse_args(argv: list[str]) -> GenerateConfig:
         args.adapters = parse_folders("--adapters", args.adapters)
     if args.models is not None:
         args.models = parse_folders("--models", args.models)
+    for name in ("kv_store_size", "kv_store_host"):
+        setattr(args, name, parse_size(args, name))
     try:
         make_policy(args.policy)
     except ValueError as e:
@@ -510,6 +528,16 @@ def parse_exits(args: GenerateConfig) -> tuple[tuple[int, int] | float | None, l
     if not 0 < share <= 1:
         raise ValueError(f"--early-exit must be A:B layers, A >= B, or a share to 1, not {text!r}")
     return share, ramps
+
+
+def parse_size(args: GenerateConfig, name: str) -> int:
+    """A setting in bytes, more than 0. ValueError names it."""
+    try:
+        if (size := parse_bytes(getattr(args, name))) > 0:
+            return size
+    except ValueError:
+        pass
+    raise ValueError(f"{args.shown(name)} must be bytes: 8e9, 500M or 20G")
 
 
 def parse_folders(flag: str, text: str) -> list[tuple[str, Path]]:

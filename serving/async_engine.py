@@ -146,6 +146,7 @@ class AsyncEngine:
             "preemptions": scheduler.n_preempted,
             "prefix_queries": scheduler.n_admitted_tokens,
             "prefix_hits": scheduler.n_hit_tokens,
+            **self.engine.kv_store.counts,
         }
 
     async def submit(

@@ -670,10 +670,17 @@ def stats_line(service: Service, seconds: float) -> str:
         f"{name} {ms(times, 50)} ms (p99 {ms(times, 99)})"
         for name, times in (("TTFT", service.ttft), ("ITL", service.itl))
     )
-    return (
+    line = (
         f"{stats['tokens_new'] / seconds:.1f} tok/s, {', '.join(latencies)}, prefix cache hit rate "
         f"{stats['hit_rate']:.0%}, {stats['preemptions']} preemptions"
     )
+    return line + stored_tokens(stats)
+
+
+def stored_tokens(stats: Mapping[str, float]) -> str:
+    """What --kv-store had of the prompts."""
+    host, disk = (stats[f"kv_store_{tier}_tokens"] for tier in ("host", "disk"))
+    return f", from the KV store {host} tokens in memory, {disk} on disk" if host + disk else ""
 
 
 # --------------------------------------------------------------------------------------------------

@@ -39,6 +39,8 @@ class Metrics:
             "preemptions": counter("num_preemptions", "preempted sequences"),
             "prefix_queries": counter("prefix_cache_queries", "tokens looked up"),
             "prefix_hits": counter("prefix_cache_hits", "tokens found cached"),
+            "kv_store_host_tokens": counter("kv_store_host_hits", "tokens loaded from host memory"),
+            "kv_store_disk_tokens": counter("kv_store_disk_hits", "tokens loaded from disk"),
         }
         self.last_totals = Counts[str]()  # the values of totals
         self.prompt_tokens = counter("prompt_tokens", "prompt tokens")

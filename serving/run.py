@@ -31,6 +31,7 @@ from generation.bench import device_name
 from generation.config import GenerateConfig
 from generation.cpu import load_kernels
 from generation.cpu_decode import FusedLayers, add_adapters, install_
+from generation.kv_history import open_store
 from generation.load import (
     is_quantized, load, load_draft, moe_layers, optimize_for_inference_, pick_device,
 )  # fmt: skip
@@ -82,6 +83,7 @@ def engine_options(args: GenerateConfig, model: Transformer) -> dict[str, Any]:
         options["static"] = False
         if args.compile:
             raise ValueError("--compile: the engine's steps are not compiled with --tp; remove it")
+    options["kv_store"] = open_store(args, model)
     return options | {"num_blocks": args.kv_blocks or num_blocks}
 
 
@@ -298,8 +300,8 @@ def program(args: GenerateConfig) -> None:
     print(as_text(result))
     stats = f"{engine.n_arrivals} requests, {engine.counts['steps']} steps, {seconds:.2f} s; "
     stats += f"{engine.scheduler.n_hit_tokens} of {engine.scheduler.n_admitted_tokens} tokens of "
-    print(f"[{device_name(engine.model.embed.weight.device)}] {stats}prompts were cached",
-          file=sys.stderr)  # fmt: skip
+    stats += "prompts were cached" + serving_batch.stored_tokens(engine.stats())
+    print(f"[{device_name(engine.model.embed.weight.device)}] {stats}", file=sys.stderr)
 
 
 def bench_serving(args: GenerateConfig) -> None:

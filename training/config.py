@@ -19,7 +19,8 @@ from typing import Any
 from model import CONFIGS, ModelConfig
 from parallelism.schedules import LOOPED, SCHEDULES
 from quantize import RECIPES
-from training.flags import Settings, check_excludes, check_limits, check_requires, flag, parse, rare
+from training.flags import Settings, check_excludes, check_limits, check_requires, flag, parse
+from training.flags import parse_bytes, rare
 
 NUM_DRAFT_TOKENS = 4  # consecutive tokens drafted in the validation of a draft head
 TASK_LR = {"lora": 2e-4, "sft": 2e-5, "dpo": 1e-6, "grpo": 1e-5, "draft-head": 1e-2}
@@ -352,7 +353,7 @@ def parse_args(argv: list[str]) -> TrainConfig:
     config = parse(TrainConfig, argv, "train.py", text, GROUPS)
     config.auto = config.resume == "auto"
     if config.recompute not in RECOMPUTE:
-        config.recompute = parse_bytes(config.recompute)
+        config.recompute = recompute_bytes(config.recompute)
     check_limits(config)
     check_excludes(config, EXCLUDES)
     if not (config.resume or config.export is not None or config.plot):
@@ -360,13 +361,11 @@ def parse_args(argv: list[str]) -> TrainConfig:
     return config
 
 
-def parse_bytes(text: str) -> int:
-    """The bytes of --recompute 8e9, 500M or 12G."""
-    units = {"K": 2**10, "M": 2**20, "G": 2**30}
-    digits, unit = (text[:-1], units[text[-1]]) if text[-1:] in units else (text, 1)
+def recompute_bytes(text: str) -> int:
+    """The bytes of --recompute."""
     try:
-        return int(float(digits) * unit)
-    except (ValueError, OverflowError):
+        return parse_bytes(text)
+    except ValueError:
         raise ValueError(
             f"--recompute {text}: must be none, attention, selective, full, sqrt or a number of "
             "bytes"

@@ -38,6 +38,16 @@ def rare(default: Any, text: str, limit: str = "", **options: Any) -> Any:
     return field(default=default, metadata=dict(help=text, limit=limit, rare=True, **options))
 
 
+def parse_bytes(text: str) -> int:
+    """The bytes of 8e9, 500M or 12G. ValueError if it is none of these."""
+    units = {"K": 2**10, "M": 2**20, "G": 2**30}
+    digits, unit = (text[:-1], units[text[-1]]) if text[-1:] in units else (text, 1)
+    try:
+        return int(float(digits) * unit)
+    except OverflowError:
+        raise ValueError(f"{text} bytes") from None
+
+
 @dataclass
 class Settings:
     """The base of a config. given: the names of the fields that the command line sets."""
