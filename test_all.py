@@ -23759,6 +23759,7 @@ def test_kv_store_prompts_in_processes(tmp_path):
     assert first.stdout == again.out and " 0 of them from the KV store" in first.stderr
     tokens = len(K.load_tokenizer(SMALL).encode(prompt))
     assert f" {(tokens - 1) // 16 * 16} of them from the KV store" in again.err
+    assert run_generate("x", *flags).code == 0  # a cache that is smaller than a block
     (tmp_path / "r.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
     done = run_generate("--batch", tmp_path / "r.jsonl", *flags)
     assert done.code == 0 and "from the KV store" in done.err, done.err
