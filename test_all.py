@@ -24575,6 +24575,22 @@ def cp_autograd_saves_only_local_rows(env):
 
 
 @cp_other
+def cp_ring_self_attention_has_scores_in_fp32(env):
+    """In 16 bits and under autocast it is as exact as ring attention, with outputs of its dtype."""
+    q, k, v, *_ = (x.bfloat16() for x in cp_inputs(cp_case(T=64), 64))
+    want = A.attention_reference(*(x.double() for x in (4 * q, k, v)), causal=True)
+    want = want.chunk(4, 1)[env.rank]
+    for wide in (False, True):
+        part = [x.chunk(4, 1)[env.rank] for x in (4 * q, k, v)]
+        part = [x.float() for x in part] if wide else part
+        with torch.autocast("cpu", torch.bfloat16, enabled=wide):
+            whole = RSA.ring_self_attention(*part)
+            ring = CP.ring_attention(*part, placement="contiguous")
+        assert whole.dtype == ring.dtype == torch.bfloat16
+        assert (whole - want).abs().max() < 1.5 * (ring - want).abs().max()
+
+
+@cp_other
 def cp_ring_self_attention_saves_rows_of_scores(env):
     """T^2 / ranks probabilities per head, beside q, k, v and o; ring attention saves none."""
     q, k, v, *_ = cp_inputs(cp_case(T=64), 64)
@@ -24602,6 +24618,7 @@ def cp_bad_shapes_are_refused(env):
         (partial(ring, rand(7), rand(7), rand(7)), "28 tokens on 4 ranks: zigzag needs"),
         (partial(ring, x, x, x, placement="zebra"), "zebra"),
         (partial(ring, x, x, x, window=0), "window"),
+        (partial(RSA.ring_self_attention, x, x, x, window=0), "window"),
         (partial(ring, x, x, x, cu_seqlens=[0, 8]), "the 32 tokens"),
         (partial(gather, x, x, x, cu_seqlens=[0, 9, 8, 32]), "rise"),
         (partial(gather, x, rand(6), rand(6)), r"\(1, 6, 2, 4\)"),
@@ -25654,17 +25671,17 @@ def kvp_generates(env, run):
 def kvp_check_parts(run, cache, whole, members):
     rank, counts, size = cache.rank, cache.counts, cache.block_size
     assert sum(counts) == whole.length == cache.length
-    at = torch.cat([cache.held(r) for r in range(run.ranks)])
+    at = torch.cat([cache.positions_of(r) for r in range(run.ranks)])
     assert torch.equal(at.sort().values, torch.arange(cache.length))
     for part, full in zip(cache.cache.k + cache.cache.v, whole.k + whole.v, strict=True):
         if full is not whole.k[-1] or not KVP_CONFIGS[run.config].n_mtp_layers:
-            close(part[:, :, : counts[rank]], full[:, :, cache.held(rank)], 1e-5)
+            close(part[:, :, : counts[rank]], full[:, :, cache.positions_of(rank)], 1e-5)
     if run.grow is None:
         own = [counts[r] for r in members]
         assert max(own) - min(own) <= size and sum(own) == sum(counts)
     else:  # what came before it did not move
         joined = sum(run.chunks) + run.steps // 3
-        assert cache.held(run.grow).min() >= joined and counts[run.grow] >= size
+        assert cache.positions_of(run.grow).min() >= joined and counts[run.grow] >= size
     ledger = cache.ledger
     assert sum(map(ledger.balance, ledger.capacity)) == 0
     for r in range(run.ranks):
@@ -25706,7 +25723,7 @@ def kvp_step(model, cache, at, n=1):
 def kvp_a_ring_leaves_keys_where_two_ranks_keep_them(env):
     """Keeping a prompt on two of four ranks sends no byte more than keeping it on all."""
     model, sent = kvp_model("gqa"), []
-    for members in (None, (0, 3)):
+    for members in (None, (3, 0, 3)):
         cache = KVP.KVParallelCache(kvp_slots(1, 64), members=members)
         env.wire.reset()
         kvp_step(KVP.KVParallelModel(model, cache), cache, 0, 64)
@@ -25736,9 +25753,15 @@ def kvp_a_full_rank_borrows_blocks(env):
     assert [*map(ledger.balance, range(4))] == [-2, 2, 0, 0]
     with pytest.raises(ValueError, match="rank 1 has room for 3 tokens, not 4"):
         short.begin(1, 4, 9)
-    long.truncate(0)
+    long.truncate(12)
     assert short.begin(1, 4, 9).owner.tolist() == [1] * 4 and ledger.balance(0) == 0
-    assert ledger.died(1) == {} and ledger.capacity == {0: 3, 2: 0, 3: 0}
+    long.begin(1, 1, 12)
+    assert ledger.died(1) == {0: 1} and ledger.capacity == {0: 3, 2: 0, 3: 0}
+    for cache in (long, short):  # blocks that died are not given back
+        cache.truncate(0)
+    assert not ledger.blocks and ledger.died(1) == {}
+    with pytest.raises(ValueError, match="instance 1 is none of"):
+        long.begin(1, 1, 0)
 
 
 @kvp_other
@@ -25775,7 +25798,11 @@ def kvp_bad_shapes_are_refused(env):
         (lambda: cache.begin(1, 1, 3), "position 3: only 0 tokens"),
         (lambda: cache.begin(1, 65, 0), "rank 0 has room for 16 tokens, not 17: let another"),
         (lambda: [cache.shrink(r) for r in range(4)], "last member"),
-        (lambda: cache.grow(4), "below 4, not 4"),
+        (lambda: cache.grow(4), "from 0 to 3, not 4"),
+        (lambda: cache.shrink(1), "rank 1 is none of the members"),
+        (lambda: KVP.KVParallelCache(cache.cache, members=(0, -1)), "from 0 to 3, not -1"),
+        (lambda: KVP.KVParallelCache(cache.cache, members=()), "members must be one"),
+        (lambda: KVP.KVParallelCache(cache.cache, home=4), "home must be below 4, not 4"),
     ):
         env.wire.reset()
         with pytest.raises(ValueError, match=words) as caught:
@@ -25806,6 +25833,10 @@ def test_kv_parallel_ledger_sums_to_zero(seed):
     )
     for _ in range(40):
         a, b, n = *(rng.choice([*blocks]) for _ in range(2)), rng.randint(0, 8)
+        dead = next(i for i in range(7) if i not in blocks)
+        for bad in ((a, -1), (a, -1, b), (dead, 1), (dead, 1, b), (a, 1, dead)):
+            with pytest.raises(ValueError, match="instance"):
+                ledger.borrow(*bad)
         uses, own = blocks[b].count(a), blocks[a].count(None)
         match rng.choice("borrow borrow from return return death".split()):
             case "borrow":
@@ -30589,6 +30620,7 @@ GENERATE_RANKS_BAD = """
 2 | --pp 3                                      | --pp 3 is 3 processes, not 2 --nproc-per-node 3
 2 | --pp 2 --tp 2                               | --pp 2 x --tp 2 is 4 processes, not 2
 2 | --cp 3                                      | --cp 3 is 3 processes, not 2 --nproc-per-node 3
+2 | --cp 1                                      | --cp 1 is 1 processes, not 2
 2 | --cp 2 --checkpoint {primer} --max-new-tokens 9 | --cp: qk_conv
 2 | --pp 2 --dummy {shallow} --prompt-tokens 5  | --pp 2: 2 stages 1 layers
 2 | --ep                                        | has no MoE layers

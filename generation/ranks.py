@@ -43,7 +43,7 @@ def build_mesh(args: GenerateConfig) -> Any:
     ranks, tp = dist.get_world_size() if dist.is_initialized() else 1, args.tp
     if (args.pp or 1) > 1:
         return pipeline_mesh(args.pp, tp or 1, ranks)
-    if (args.cp or 1) > 1:
+    if args.cp and not (tp or args.ep or args.disaggregate):
         check_ranks(f"--cp {args.cp}", args.cp, ranks)
     if tp is None or tp == ranks == 1:
         return None

@@ -1,22 +1,21 @@
 """KV parallelism: attention to a KV cache of which each rank has any part.
 
-The KV cache of a long text exceeds one GPU's memory long before the weights do. Here every rank has
-the whole model and some of the tokens' keys, and a text of N times the length fits on N ranks:
+The KV cache of a long text can be larger than the memory of a GPU that holds the whole model. Here
+every rank has the whole model and some of the tokens' keys: a text N times as long fits on N ranks.
 
     prefill  The prompt's tokens are sharded (zigzag), and keys stay on the rank that computed them
-             (LoongServe, arXiv:2404.09526). Keys travel around a ring, or, once most keys are
-             cached, queries do: whichever is smaller (arXiv:2411.01783).
+             (LoongServe, arXiv:2404.09526). Keys travel around a ring, or queries to all ranks,
+             which are fewer bytes once most keys are cached (arXiv:2411.01783).
     decode   Queries travel. Each rank attends to its own part, and partial outputs are merged by
              their log-sum-exp (KV parallelism of Mnemosyne, arXiv:2409.17264; DistAttention of
-             Infinite-LLM, arXiv:2401.02669). With as many rows as ranks or a multiple, each rank
-             runs the model on its rows, else all ranks run all rows.
-    growing  A new token's keys are appended on one rank, its master. Masters change from block to
-             block, so that memory stays even; a rank that joins (`grow`) is empty and becomes the
-             next master: no keys move. If fewer ranks than have computed a prompt shall keep it
-             (`shrink`), they store the others' keys while these pass by on the ring (4.1).
-    lending  A Ledger, which requests with different home ranks can share, has the number of blocks
-             that each rank lends to which other (Infinite-LLM's gManager). New tokens go to the
-             rank with the most free blocks; if it is not the request's home, they are borrowed.
+             Infinite-LLM, arXiv:2401.02669). If the rows are a multiple of the ranks, each rank
+             runs the model on its share of them, else all ranks run all rows.
+    scaling  One rank, the master, stores a new token's keys. Each block has the master with the
+             most free slots, so a rank that joins (`grow`), empty, is the next one: no keys move.
+             If fewer ranks shall keep a prompt than compute it (`shrink`), they store the others'
+             keys while these pass by on the ring (LoongServe, 4.1).
+    lending  Requests with different home ranks can share a Ledger of the blocks that each rank
+             lends to which other (Infinite-LLM's gManager).
 
     cache = KVParallelCache(KVCache(config, rows, slots_per_rank(max_len, ranks)), group)
     model = KVParallelModel(model, cache)
@@ -24,12 +23,11 @@ the whole model and some of the tokens' keys, and a text of N times the length f
     logits = model(token, torch.tensor([T]), cache.attend)
 
 Cost: per layer of a decode step one all-gather of outputs, or for sharded rows one of queries and
-one all-to-all of outputs, whatever the length of the context (sharded_attention.bytes_sent). When
-it loses: short contexts, whose keys are read in less time than a collective takes; and as every
-rank reads all weights, one row takes at least that time. Hooks: `attend`, and a stand-in for the
-model that shards its tokens; generate.py --cp. Equivalence (test_all.py): logits and cached keys of
-one process up to summation order, whatever joins or leaves; bytes sent == the formulas. Needs:
-parallelism/sharded_attention.py.
+one all-to-all of outputs, for any context (sharded_attention.bytes_sent). When it loses: short
+contexts, whose keys are read in less time than a collective takes, and one row, as every rank reads
+all weights. Hooks: `attend`, and a wrapper of the model; generate.py --cp. Equivalence
+(test_all.py): logits and keys of one process up to summation order, whatever joins or leaves; bytes
+sent == the formulas. Needs: sharded_attention.py.
 """
 
 from __future__ import annotations
@@ -63,17 +61,17 @@ def _check(condition: bool, message: str) -> None:
 
 
 class Ledger:
-    """Which instance has how many blocks of whose requests (Infinite-LLM's gManager, 5). An
+    """How many blocks each instance lends to each other one (Infinite-LLM's gManager, 5). An
     instance uses its own blocks first and borrows the rest where most are free; a lender never
-    moves keys: it computes partial attention for the queries that the borrower sends.
-
-    blocks[borrower, lender]: blocks in use; of an instance's own, borrower == lender."""
+    moves keys: it computes partial attention for the queries that the borrower sends."""
 
     def __init__(self, capacity: Sequence[int]):
         """capacity: blocks of each instance."""
-        self.capacity, self.blocks = dict(enumerate(capacity)), Counter()
+        self.capacity = dict(enumerate(capacity))
+        self.blocks = Counter()  # in use, by (borrower, lender): an instance's own by (i, i)
 
     def free(self, lender: int) -> int:
+        _check(lender in self.capacity, f"instance {lender} is none of {[*self.capacity]}")
         used = sum(n for (_, owner), n in self.blocks.items() if owner == lender)
         return self.capacity[lender] - used
 
@@ -85,32 +83,32 @@ class Ledger:
         )
 
     def borrow(self, borrower: int, n: int, lender: int | None = None) -> dict[int, int]:
-        """Take n blocks, all of one lender if it is given: {lender: blocks}. ValueError, and
-        nothing is taken, if so many are not free."""
+        """Take n blocks, of one lender if given: {lender: blocks}. ValueError if fewer are free."""
+        _check(n >= 0 and borrower in self.capacity, f"instance {borrower} asks for {n} blocks")
         lenders = sorted(self.capacity, key=lambda i: (i != borrower, -self.free(i), i))
-        lenders, taken = lenders if lender is None else [lender], {}
+        lenders, taken, missing = lenders if lender is None else [lender], {}, n
         for i in lenders:
-            if share := min(self.free(i), n - sum(taken.values())):
-                taken[i] = share
-        _check(sum(taken.values()) == n, f"{n} blocks for instance {borrower}: only "
-               f"{sum(taken.values())} of instances {lenders} are free")  # fmt: skip
-        for i, share in taken.items():
-            self.blocks[borrower, i] += share
+            if share := min(self.free(i), missing):
+                taken[i], missing = share, missing - share
+        _check(not missing, f"instance {borrower} asks for {n} blocks: {n - missing} are free")
+        self.blocks.update({(borrower, i): share for i, share in taken.items()})
         return taken
 
     def give_back(self, borrower: int, lender: int, n: int) -> None:
-        """ValueError if it has not so many."""
+        """Return n blocks. ValueError if it has fewer. With a dead instance, none are left."""
+        if not {borrower, lender} <= self.capacity.keys():
+            return
         has = self.blocks[borrower, lender]
         _check(0 <= n <= has, f"instance {borrower} has {has} blocks of {lender}, not {n}")
         self.blocks[borrower, lender] -= n
         self.blocks += Counter()  # drops zeros
 
     def died(self, instance: int) -> dict[int, int]:
-        """Remove an instance. What it borrowed is free again. Returns what others lose, whose
-        tokens must be computed again: {borrower: blocks}."""
+        """Remove an instance, once or again. What it borrowed is free. Returns what others lose,
+        {borrower: blocks}: they must compute these tokens again."""
         lost = {b: n for (b, lender), n in self.blocks.items() if lender == instance != b}
         self.blocks = Counter({k: n for k, n in self.blocks.items() if instance not in k})
-        del self.capacity[instance]
+        self.capacity.pop(instance, None)
         return lost
 
 
@@ -137,10 +135,10 @@ class Call(NamedTuple):
 class KVParallelCache:
     """A KV cache whose tokens are anywhere on the ranks of a group; all ranks make the same calls.
 
-    cache: this rank's part: any object with lists k and v of tensors (B, Hkv, slots, D), one per
-    layer, v empty for latents, and bytes_read(slots), such as model.KVCache. members: the ranks
-    that store new tokens, by default all. home: the rank whose request it is. ledger: blocks of the
-    ranks, if several requests share them; by default those of this cache's slots."""
+    cache: this rank's part, such as a model.KVCache: lists k and v of tensors (B, Hkv, slots, D),
+    one per layer, v empty for latents, and bytes_read(slots). members: the ranks that store new
+    tokens, by default all. home: the rank whose request it is, the borrower in the ledger. ledger:
+    free blocks of the ranks, if several requests share them; by default this cache's slots."""
 
     def __init__(
         self, cache: Any, group: Group = None, members: Sequence[int] | None = None,
@@ -149,20 +147,25 @@ class KVParallelCache:
         self.cache, self.group, self.block_size, self.home = cache, group, block_size, home
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.slots = cache.k[0].shape[2] // block_size * block_size
-        self.members = [*(range(self.ranks) if members is None else members)]
+        self.members: list[int] = []
+        for rank in range(self.ranks) if members is None else members:
+            self.grow(rank)
+        _check(home in range(self.ranks), f"home must be below {self.ranks}, not {home}")
+        _check(self.members != [], "members must be one rank or more")
         self.ledger = ledger or Ledger([self.slots // block_size] * self.ranks)
         self.positions = torch.zeros(self.ranks, self.slots, dtype=torch.long)  # by rank and slot
         self.counts, self.length = [0] * self.ranks, 0  # tokens of each rank, of all
         self.master, self.call = home, None
 
     def grow(self, rank: int) -> None:
-        """A rank joins: empty, it is the next master."""
-        _check(0 <= rank < self.ranks, f"rank must be below {self.ranks}, not {rank}")
+        """Let a rank store new tokens; empty, it is the next master."""
+        _check(0 <= rank < self.ranks, f"rank must be from 0 to {self.ranks - 1}, not {rank}")
         self.members = sorted({*self.members, rank})
 
     def shrink(self, rank: int) -> None:
-        """A rank stores no further tokens. It keeps those that it has: to leave it without, shrink
-        before the prompt, whose keys the members then store as they pass by on the ring."""
+        """Let a rank store no further tokens. It keeps those that it has, and computes its part of
+        a prompt, whose keys the members store."""
+        _check(rank in self.members, f"rank {rank} is none of the members {self.members}")
         _check(self.members != [rank], "the last member cannot leave: its keys would be nowhere")
         self.members = [member for member in self.members if member != rank]
 
@@ -172,8 +175,8 @@ class KVParallelCache:
         self.length = min(self.length, n)
         self._set_counts(counts)
 
-    def held(self, rank: int) -> Tensor:
-        """Positions of a rank's tokens, in the order of its slots, which is rising."""
+    def positions_of(self, rank: int) -> Tensor:
+        """Positions of a rank's tokens in the order of its slots: they rise."""
         return self.positions[rank, : self.counts[rank]]
 
     def bytes_read(self, limit: int | None = None) -> int:
@@ -188,7 +191,7 @@ class KVParallelCache:
         _check(first <= self.length, f"position {first}: only {self.length} tokens are cached")
         if first < self.length:
             self.truncate(first)
-        new, before = torch.arange(first, first + T), [self.held(r) for r in range(self.ranks)]
+        new, before = torch.arange(first, first + T), [*map(self.positions_of, range(self.ranks))]
         if B == 1 and T >= 2 * self.ranks:
             queries = self._shard(new)
             call = Call("tokens", queries, before, first, self._owners(queries))
@@ -220,11 +223,9 @@ class KVParallelCache:
         others = [at for r, at in enumerate(queries) if r not in self.members]
         stored = [(r, queries[r]) for r in self.members]
         if others:
-            shares = torch.cat(others).tensor_split(len(self.members))
-            stored += zip(self.members, shares)
+            stored += zip(self.members, torch.cat(others).tensor_split(len(self.members)))
         at = torch.cat([at for _, at in stored])
-        rank = torch.tensor([r for r, at in stored for _ in at])
-        return rank[at.argsort()]
+        return torch.tensor([r for r, own in stored for _ in own])[at.argsort()]
 
     def _next_masters(self, T: int) -> Tensor:
         """The rank of each of T tokens: one with the most free slots, until its block is full."""
@@ -239,9 +240,9 @@ class KVParallelCache:
 
     def _room(self) -> list[int]:
         """Tokens that each rank can store: in its last block, in free ones, and in its slots."""
-        free = [self.ledger.free(rank) * self.block_size for rank in range(self.ranks)]
-        rest = [-n % self.block_size for n in self.counts]
-        return [min(a + b, self.slots - n) for a, b, n in zip(free, rest, self.counts)]
+        size = self.block_size
+        free = [self.ledger.free(rank) * size for rank in range(self.ranks)]
+        return [min(more + -n % size, self.slots - n) for more, n in zip(free, self.counts)]
 
     def _set_counts(self, counts: list[int]) -> None:
         for rank, (old, new) in enumerate(zip(self.counts, counts)):
@@ -257,8 +258,8 @@ class KVParallelCache:
     def attend(self, spec: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
         """The attend hook, for the tokens that KVParallelModel has placed with `begin`."""
         call, rank, dtype = self.call, self.rank, q.dtype
-        new = [k if spec.latent is None else spec.latent]
-        new += [] if spec.latent is not None or spec.latent_dim is not None else [v]
+        new = [k, v] if spec.latent_dim is None else [k]  # what a cache stores
+        new = new if spec.latent is None else [spec.latent]
         if call.layout == "rows":
             q, *new = self._gather_rows(q, *new)
         self._store(spec.index, call.queries[rank], new)
@@ -267,7 +268,7 @@ class KVParallelCache:
         else:
             kv = self._read(spec.index, len(q), self.counts[rank], dtype)
             keys = keys_and_values(spec, kv)
-            o, lse = partial_attention(spec, q, *keys, call.queries[rank], self.held(rank))
+            o, lse = partial_attention(spec, q, *keys, call.queries[rank], self.positions_of(rank))
             o, lse = exchange_outputs(o, lse, self.group, 0 if call.layout == "rows" else None)
         o = o if spec.sinks is None else add_sinks(o, lse, spec.sinks)
         return o.to(dtype)
@@ -278,7 +279,7 @@ class KVParallelCache:
         call, index = self.call, spec.index
         if len(self.members) == self.ranks:
             kv = self._read(index, len(q), self.counts[self.rank], q.dtype)
-            at = [self.held(rank) for rank in range(self.ranks)]
+            at = [*map(self.positions_of, range(self.ranks))]
             return sharded_attention(spec, q, call.queries, kv, at, self.group)
         old = self._read(index, len(q), len(call.before[self.rank]), q.dtype)
         kv = [torch.cat(pair, 1) for pair in zip(old, new)]
@@ -288,8 +289,7 @@ class KVParallelCache:
             n = len(call.before[rank])
             self._store(index, call.queries[rank], [x[:, n:] for x in kv])
 
-        args = spec, q, call.queries, kv, at, self.group, "pass-kv", received
-        return sharded_attention(*args)
+        return sharded_attention(spec, q, call.queries, kv, at, self.group, "pass-kv", received)
 
     def _gather_rows(self, *tensors: Tensor) -> list[Tensor]:
         """Tensors (B / ranks, 1, H, D) of each rank's rows -> (B, 1, H, D), in one all-gather."""
@@ -303,7 +303,7 @@ class KVParallelCache:
     def _store(self, index: int, at: Tensor, new: Sequence[Tensor]) -> None:
         """Store those of the tokens at positions `at` that are this rank's to store."""
         own = (self.call.owner[at - self.call.first] == self.rank).nonzero()[:, 0]
-        slots = torch.searchsorted(self.held(self.rank), at[own])
+        slots = torch.searchsorted(self.positions_of(self.rank), at[own])
         for t, x in zip(self._tensors(index), new):
             t[:, :, slots] = x[:, own].transpose(1, 2).to(t.dtype)
 
@@ -312,8 +312,8 @@ class KVParallelCache:
 
 
 class KVParallelModel:
-    """A model on all ranks of a KVParallelCache's group, called like the model by all of them with
-    all tokens: each rank runs its part of a prompt's tokens, or of a decode step's rows."""
+    """A model that all ranks of a KVParallelCache call with all tokens: each runs its part of a
+    prompt's tokens, or of a decode step's rows."""
 
     def __init__(self, model: Any, cache: KVParallelCache):
         """ValueError if the model's keys depend on tokens that other ranks have."""
@@ -321,8 +321,8 @@ class KVParallelModel:
         option = getattr(model.config, "contiguous_only", "")
         _check(not option, f"the KV cache of a model with {option} cannot be sharded")
         rope = getattr(model.config, "rope_scaling", None) or {}
-        _check(rope.get("rope_type") != "dynamic", "with rope_type dynamic a rank's keys depend on "
-               "tokens of other ranks")  # fmt: skip
+        _check(rope.get("rope_type") != "dynamic",
+               "with rope_type dynamic a rank's keys depend on tokens of other ranks")  # fmt: skip
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, attend: Any, return_hidden: bool = False

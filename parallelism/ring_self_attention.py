@@ -7,16 +7,14 @@ values travel:
     S_n = Q_n [K_1 ... K_N]^T,    P_n = softmax(S_n),    O_n = sum_i P_n,i V_i
 
 Ring attention (context_parallel.py) sends K and V together and merges partial outputs by online
-softmax; its memory is linear in T, and both send the same bytes. Here the probabilities, T^2 / N
-per head on each rank, are kept for the backward pass, which computes no score again: 6 matmuls of
-that size forward and backward, in place of 7.
+softmax, in memory linear in T. Here the probabilities, T^2 / N per head on each rank, are kept for
+the backward pass, which computes no score again: 6 matmuls instead of 7. Both send the same bytes.
 
 When it loses: on long sequences, where T^2 / N scores per head do not fit; with a causal mask,
 which saves no compute here; and on slow links, since a transfer overlaps with one matmul instead of
-two. Hook: used behind an `attend` callable (train.py --set
-cp_method=ring-self-attention). Equivalence (test_all.py): attention of one process in outputs, lse
-and gradients; bytes sent == ring attention's. Needs: torch. A check and a table: `torchrun
---standalone --nproc-per-node 2 parallelism/ring_self_attention.py`.
+two. Hook: `attend` (train.py --set cp_method=ring-self-attention). Equivalence (test_all.py):
+attention of one process in outputs, lse and gradients; bytes sent == ring attention's. Needs:
+torch. A check and a table: `torchrun --nproc-per-node 2 parallelism/ring_self_attention.py`.
 """
 
 from __future__ import annotations
@@ -45,19 +43,16 @@ def contiguous(T: int, ranks: int, rank: int) -> Tensor:
 
 
 def ring(x: Tensor, group: Group) -> Iterator[tuple[slice, Tensor]]:
-    """Every rank's x (B, t, H, D), the own one first: (its columns of a row of scores, x). The next
-    one is under way while the caller computes."""
+    """Every rank's x (B, t, H, D), this rank's first: (its columns in the scores, x). The next one
+    is received while the caller computes."""
     rank, ranks, t = dist.get_rank(group), dist.get_world_size(group), x.shape[1]
     for step in range(ranks):
         source = (rank - step) % ranks
         if has_next := step + 1 < ranks:
-            sent = x.contiguous()
-            received = torch.empty_like(sent)
-            ops = [
-                dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % ranks),
-                dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % ranks),
-            ]
-            works = dist.batch_isend_irecv(ops)
+            received = torch.empty_like(sent := x.contiguous())
+            send = dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % ranks)
+            receive = dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % ranks)
+            works = dist.batch_isend_irecv([send, receive])
         yield slice(source * t, (source + 1) * t), x
         if has_next:
             for work in works:
@@ -65,15 +60,15 @@ def ring(x: Tensor, group: Group) -> Iterator[tuple[slice, Tensor]]:
             x = received
 
 
-def _hidden(
+def _mask(
     placement: Placement, t: int, causal: bool, window: int | None, q: Tensor, group: Group
 ) -> Tensor:
-    """Which keys, in the ranks' order, are masked for this rank's queries: (t, T) bool."""
+    """True for keys, in the ranks' order, that this rank's queries do not see: (t, T)."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     at = [placement(t * ranks, ranks, r).to(q.device) for r in range(ranks)]
     distance = at[rank][:, None] - torch.cat(at)
-    hidden = distance < 0 if causal else torch.zeros_like(distance, dtype=torch.bool)
-    return hidden if window is None else hidden | (distance >= window)
+    mask = distance < 0 if causal else torch.zeros_like(distance, dtype=torch.bool)
+    return mask if window is None else mask | (distance >= window)
 
 
 class _RingSelfAttention(torch.autograd.Function):
@@ -81,15 +76,15 @@ class _RingSelfAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float, group: Group
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, group: Group
     ) -> tuple[Tensor, Tensor]:
-        (B, t, Hq, _), Hkv, T = q.shape, k.shape[2], hidden.shape[1]
+        (B, t, Hq, _), Hkv, T = q.shape, k.shape[2], mask.shape[1]
         dtype = torch.promote_types(q.dtype, torch.float32)
-        grouped = q.unflatten(2, (Hkv, -1))
+        grouped = q.to(dtype).unflatten(2, (Hkv, -1))
         p = torch.empty(B, Hkv, Hq // Hkv, t, T, dtype=dtype, device=q.device)
         for columns, part in ring(k, group):
-            p[..., columns] = torch.einsum("bthgd,bshd->bhgts", grouped, part)
-        p.mul_(scale).masked_fill_(hidden, -math.inf)
+            p[..., columns] = torch.einsum("bthgd,bshd->bhgts", grouped, part.to(dtype))
+        p.mul_(scale).masked_fill_(mask, -math.inf)
         lse = p.logsumexp(-1)
         p.sub_(lse[..., None]).exp_()
         o = torch.zeros(B, t, Hkv, Hq // Hkv, v.shape[3], dtype=dtype, device=q.device)
@@ -136,9 +131,15 @@ def ring_self_attention(
     """q (B, t, Hq, D), k (B, t, Hkv, D), v (B, t, Hkv, Dv) of this rank's t = T / ranks tokens, at
     the positions that placement gives -> o (B, t, Hq, Dv). Each rank sends (ranks - 1) times K and
     V in the forward pass, and again in the backward pass with their gradients in fp32."""
-    hidden = _hidden(placement, q.shape[1], causal, window, q, group)
+    if window is not None and window < 1:
+        raise ValueError(f"window must be 1 or more, not {window}")
+    device = q.device.type
+    if torch.is_autocast_enabled(device):
+        q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
+    mask = _mask(placement, q.shape[1], causal, window, q, group)
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    out = _RingSelfAttention.apply(q, k, v, hidden, scale, group)
+    with torch.autocast(device, enabled=False):  # scores are in fp32
+        out = _RingSelfAttention.apply(q, k, v, mask, scale, group)
     return out if return_lse else out[0]
 
 
@@ -148,7 +149,7 @@ def score_bytes(T: int, ranks: int, heads: int, B: int = 1, itemsize: int = 4) -
 
 
 def main() -> None:
-    """Outputs and gradients == those of one rank; milliseconds and megabytes by length."""
+    """Outputs and gradients == those of one rank; time of forward and backward by length."""
     from torch.utils.benchmark import Timer  # here: its import takes 0.12 s
 
     if "RANK" not in os.environ:
@@ -172,9 +173,8 @@ def main() -> None:
         args = (None, part), (alone, whole)
         ms = [1e3 * Timer("f(*x)", globals=dict(f=step, x=x)).timeit(5).median for x in args]
         if rank == 0:
-            mb = score_bytes(T, ranks, heads=4) / 1e6
-            print(f"T {T}, forward + backward: {ms[0]:.1f} ms on {ranks} ranks, each with {mb:.1f} "
-                  f"MB of scores; {ms[1]:.1f} ms on one")  # fmt: skip
+            mb = f"{score_bytes(T, ranks, heads=4) / 1e6:.1f} MB of scores"
+            print(f"T {T}: {ms[0]:.1f} ms on {ranks} ranks, each with {mb}; {ms[1]:.1f} ms on one")
     dist.destroy_process_group()
 
 

@@ -8,10 +8,10 @@ arXiv:1805.02867). So either travels (arXiv:2411.01783):
     pass-kv  the keys, around a ring, each rank's past every rank's queries
     pass-q   the queries, gathered by all ranks; partial outputs return in one all-to-all
 
-Ring attention (context_parallel.py), for training, is pass-kv with shards of equal size and new
-keys alone. Here masks follow from positions: `at_q` and `at_k` are the positions of each rank's
-queries and keys, known to all ranks. Windows, softcap, ALiBi, sinks (which count once) and latents
-(MLA), which travel as they are cached and are expanded on arrival.
+Ring attention (context_parallel.py), for training, is pass-kv with shards of equal size and no
+cached keys. Here masks follow from positions: `at_q` and `at_k` are the positions of each rank's
+queries and keys, known to all ranks. Windows, softcap, ALiBi and sinks are supported, and latents
+(MLA), which are sent as they are cached and expanded on arrival.
 
 Cost: pass-kv sends the cached keys of all ranks through every rank, pass-q the queries and outputs;
 should_pass_kv chooses, bytes_sent is the formula. When it loses: few keys, whose scores take less
@@ -55,10 +55,10 @@ def _check(condition: bool, message: str) -> None:
 def partial_attention(
     spec: Any, q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Attention of q (B, T, Hq, D) at positions i (T,) to those keys k (B, S, Hkv, D), v (B, S,
-    Hkv, Dv) at rising positions j (S,) that it sees: o (B, T, Hq, Dv) and lse (B, Hq, T) in fp32,
-    or fp64 for fp64 inputs; 0 and -inf where it sees none. i and j are on the CPU. Sinks are left
-    to add_sinks, since they count once."""
+    """Attention of q (B, T, Hq, D) at positions i (T,) to k (B, S, Hkv, D), v (B, S, Hkv, Dv) at
+    rising positions j (S,), causal: o (B, T, Hq, Dv) and lse (B, Hq, T) in fp32, or fp64 for fp64
+    inputs; 0 and -inf for a query that sees no key. i and j are on the CPU. add_sinks adds the
+    sinks, once, after partial outputs are merged."""
     outs = []
     for block, at in zip(q.split(QUERY_BLOCK, dim=1), i.split(QUERY_BLOCK)):
         low, high = (int(at.min()), int(at.max())) if len(at) else (0, -1)
@@ -77,8 +77,8 @@ def partial_attention(
 
 
 def _score_bias(spec: Any, q: Tensor, i: Tensor, j: Tensor) -> Tensor | None:
-    """What is added to the scores, (1 or Hq, T, S) in fp32 or fp64: -inf for masked keys, ALiBi's
-    bias; None if nothing is."""
+    """ALiBi's bias, and -inf for masked keys: (1 or Hq, T, S) in fp32 or fp64, or None if neither
+    is needed."""
     slopes = spec.alibi_slopes
     masked = j[-1] > i.min() or (spec.window is not None and i.max() - j[0] >= spec.window)
     if not masked and slopes is None:
@@ -96,8 +96,8 @@ def _score_bias(spec: Any, q: Tensor, i: Tensor, j: Tensor) -> Tensor | None:
 def _attention(
     spec: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """softmax(q k^T scale + bias) v and its log-sum-exp: SDPA's kernel for CPUs, whose public form
-    drops the log-sum-exp, or with all scores in memory."""
+    """softmax(q k^T scale + bias) v and its log-sum-exp, by SDPA's kernel for CPUs, whose public
+    form does not return the log-sum-exp, or with all scores in memory."""
     (B, T, Hq, D), Hkv, Dv = q.shape, k.shape[2], v.shape[3]
     if T == 1:  # the heads of a group as queries, to read each key once
         fold = lambda x: x.reshape(B, Hkv, -1, x.shape[-1])
@@ -175,8 +175,8 @@ def sharded_attention(
     group: Group = None, mode: str = "auto",
     received: Callable[[int, KV], None] = lambda source, kv: None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """o and lse, as partial_attention's, of this rank's q over the keys of all ranks, each of which
-    has any of the queries and any of the keys, none of them included (arXiv:2411.01783).
+    """Attention of this rank's q to the keys of all ranks: o and lse as in partial_attention. Ranks
+    can have any number of queries and of keys, also none (arXiv:2411.01783).
 
     at_q, at_k: each rank's positions; those of keys rise. mode: "pass-kv" sends keys around the
     ring; "pass-q" gathers q, and returns the partial outputs in one all-to-all; "auto" decides by
@@ -263,8 +263,8 @@ def gather(x: Tensor, group: Group) -> Tensor:
 def exchange_outputs(
     o: Tensor, lse: Tensor, group: Group, dim: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Merge all ranks' partial outputs. dim: that of the gathered queries, (ranks, own); each rank
-    gets those for its own. None: all ranks have the same queries and get all."""
+    """Merge all ranks' partial outputs. dim: the dimension of gathered queries, (ranks, own); each
+    rank gets the outputs of its own. None: all ranks have the same queries and get all outputs."""
     parts = torch.cat((o, lse.transpose(1, 2)[..., None]), -1)
     if dim is None:
         received = gather(parts, group)
