@@ -106,7 +106,6 @@ NOT_FINITE = (
 # Prefill and decode
 # --------------------------------------------------------------------------------------------------
 
-
 AttendFactory = Callable[[KVCache, int | None], Attend]  # (cache, limit of slots to read) -> attend
 
 
@@ -128,7 +127,7 @@ def prefill_chunks(
     T = tokens.shape[1]
     scaling = model.config.rope_scaling or {}
     # dynamic NTK scales by the length of the forward call, so chunks would change the result
-    chunk = T if scaling.get("rope_type") == "dynamic" else chunk
+    chunk = T if scaling.get("rope_type") == "dynamic" and chunk > 1 else chunk
     for first in range(0, T, chunk):
         last = min(T, first + chunk)
         positions = torch.arange(start + first, start + last, device=tokens.device)
@@ -388,8 +387,7 @@ def complete(args: GenerateConfig, text: str, gate: Any = None) -> bool:
         summary |= {"cached_tokens": cached}
     if speculator is not None:
         summary |= speculator.summary() | speedup(runs, baseline)
-    if args.kv_budget is not None:
-        summary |= getattr(decoder.cache, "summary", dict)()  # a KVCache, if everything fits
+    summary |= getattr(decoder.cache, "summary", dict)()  # of a budgeted cache
     report(args, text if continues else "", rows, summary)
     print(summary_line(summary, device_name(device, args.mesh, args.cp)), file=sys.stderr)
     return True
@@ -490,15 +488,16 @@ def build_decoder(
 def budgeted_cache(
     args: GenerateConfig, model: Transformer, rows: int, max_len: int, rollback: int | None
 ) -> Any:
-    """The cache of --kv-budget, if it is given and less than everything. ValueError names the
-    flag."""
+    """The cache of --kv-budget, if less than everything. ValueError names the flag."""
     if args.kv_budget is None:
         return None
-    windowed, windows = None, model.config.windows
-    if any(windows):  # their KVCache has one slot for each of the other layers
-        config = replace(model.config, windows=tuple(w or 1 for w in windows))
-        first = model.embed.weight
-        windowed = KVCache(config, rows, max_len, first.dtype, first.device, rollback)
+    windowed, windows, first = None, model.config.windows, model.embed.weight
+    if any(windows):  # their KVCache has no slots for the other layers
+        windowed = KVCache(model.config, rows, max_len, first.dtype, "meta", rollback)
+        windowed.end = torch.zeros_like(windowed.end, device=first.device)
+        for x in (windowed.k, windowed.v):
+            x[:] = [t[:, :, : None if w else 0] for t, w in zip(x, windows)]
+            x[:] = [torch.zeros_like(t, device=first.device) for t in x]
     return build_cache(args.kv_policy, args.kv_budget, model, rows, max_len, windowed)
 
 
@@ -616,9 +615,10 @@ def score_file(args: GenerateConfig) -> None:
     new_cache = lambda max_len: budgeted_cache(args, model, 1, max_len, None)
 
     def chunks(model: Transformer, tokens: Tensor, cache: Any) -> Iterator[tuple[int, Tensor]]:
-        # with a budget, a token is predicted from what the one before it left
-        chunk = PREFILL_CHUNK if isinstance(cache, KVCache) else 1
-        return prefill_chunks(model, tokens, cache, attention=attention, chunk=chunk)
+        C = getattr(cache, "capacity", tokens.shape[1])  # beyond a budget: steps, as in decode
+        yield from prefill_chunks(model, tokens[:, :C], cache, attention=attention)
+        for first, hidden in prefill_chunks(model, tokens[:, C:], cache, C, attention, chunk=1):
+            yield C + first, hidden
 
     metrics, entries = perplexity(model, tokenizer, text, chunks, args.logprobs, new_cache)
     if math.isnan(metrics["perplexity"]):

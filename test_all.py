@@ -11481,6 +11481,78 @@ def test_kv_select_in_one_c_call(policy, rows):
             close(a.float(), b, 0.02)
 
 
+@quantize_kernels
+@torch.inference_mode()
+def test_kv_select_in_one_c_call_after_an_edited_history():
+    """A return to an earlier position leaves the layers different numbers of tokens: a step of
+    FusedLayers gives what the fp32 model gives, and no layer gets back a dropped token."""
+    config = tiny(dim=64, ffn_dim=96, head_dim=32)
+    fused, plain = fused_model(None, config)
+    for seed in range(3):
+        cache = budgeted(fused, "scissorhands", 12, 1, 60)
+        for at, T in ((0, 40), (20, 2)):
+            call = random_tokens(config, 1, T, seed=seed + at), torch.arange(at, at + T)
+            fused(*call, partial(cache.attend, limit=at + T))
+        assert len(set(cache.num_kept)) > 1
+        other = copy.deepcopy(cache)
+        other.k, other.v = other.k.float(), other.v.float()
+        call = random_tokens(config, 1, 1, seed=seed), torch.tensor([22])
+        got, want = (m(*call, c.attend) for m, c in ((fused, cache), (plain, other)))
+        assert relative(got.float(), want) < 0.015 and cache.num_kept == other.num_kept
+
+
+class CtrlC(BaseException):
+    pass
+
+
+def interrupted_at(n: int, file: str, fn: Callable[[], Any]) -> bool:
+    """Call fn, and raise CtrlC before its n-th line in a file; False if it has fewer."""
+    lines, before = itertools.count(1), sys.gettrace()
+
+    def trace(frame, event, _):
+        if frame.f_code.co_filename.endswith(file):
+            if event == "line" and next(lines) == n:
+                raise CtrlC
+            return trace
+
+    sys.settrace(trace)
+    try:
+        fn()
+    except CtrlC:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("start, T", [(30, 14), (30, 1), (25, 6), (0, 20)])
+@torch.inference_mode()
+def test_kv_select_ctrl_c_leaves_no_wrong_key(start, T):
+    """A prompt, a step or a new text is interrupted at any line of the cache, and other tokens
+    follow at its position: each kept key is that of the token at its position."""
+    model, n = random_model(tiny(n_layers=2)), 5
+    text, full = random_tokens(model.config, 1, 44), M.KVCache(model.config, 1, 50)
+    want = torch.cat((text[:, :start], random_tokens(model.config, 1, n, seed=1)), 1)
+    run = lambda cache, text, a, b: model(
+        text[:, a:b], torch.arange(a, b), partial(cache.attend, limit=b)
+    )
+    run(full, want, 0, start + n)
+    cache = budgeted(model, "h2o", 9, 1, 50)
+    run(cache, text, 0, 30)
+    for line in itertools.count(1, 5):
+        other = copy.deepcopy(cache)
+        if not interrupted_at(line, "kv_select.py", lambda: run(other, text, start, start + T)):
+            assert line > 50
+            return
+        run(other, want, start, start + n)
+        for row, kept in enumerate(other.num_kept):
+            positions = other.positions[row, 0, :, :kept].sort().values
+            assert positions.max() < start + n and (positions.diff() > 0).all()
+        at = other.positions[0, 0, :, : other.num_kept[0]].long()  # layer 0 attends to nothing
+        keys = full.k[0][0].gather(1, at[..., None].expand(-1, -1, full.k[0].shape[-1]))
+        close(other.k[0, 0, :, : at.shape[1]], keys)
+
+
 @torch.inference_mode()
 def test_kv_select_infinigen_fetches_what_it_predicts(monkeypatch):
     """With all skewed dimensions: the tokens fetched for a layer are those of the largest weights
@@ -11633,6 +11705,38 @@ def test_kv_select_flags_reach_the_cache():
         assert words in done.err
     fetched = 6 * 2 * 64 * 4 * 2 * sum(min(at, 9) for at in range(n, n + 30))
     assert got["kv_fetched_bytes"] == fetched and f"{fetched / 1e6:.1f} MB fetched" in done.err
+
+
+@torch.inference_mode()
+def test_kv_select_windows_keep_their_own_tokens_alone():
+    """Where a conversation may go back, without ring buffers: nothing is stored or read twice."""
+    model = random_model(tiny(windows=(None, 6, None), family="sheaf"))
+    cache = budgeted(model, "recency", 9, 2, 50)
+    model(random_tokens(model.config, 1, 30), attend=partial(cache.attend, limit=30))
+    assert cache.bytes_read(30) == 2 * cache.k[0, ..., :1, :].nbytes * (2 * 9 + 30)
+    assert sum(t.untyped_storage().nbytes() for t in cache.windowed.k) == cache.k[0].nbytes * 50 // 9
+
+
+@pytest.mark.parametrize("policy", ["h2o", "infinigen"])
+def test_kv_select_perplexity_is_that_of_steps(policy, tmp_path):
+    """A prompt of the budget's length, then a step for each token, also where the rotation depends
+    on the length of a call."""
+    shutil.copytree(DRAFT, tmp_path / "model")
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    config |= dict(max_position_embeddings=20, rope_scaling=dict(rope_type="dynamic", factor=9.0))
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    (tmp_path / "text").write_text(inspect.getsource(textwrap.dedent)[:200])
+    flags = f"--perplexity {tmp_path / 'text'} --checkpoint {tmp_path / 'model'} --json"
+    got = generated(f"{flags} --kv-budget 12 --kv-policy {policy}")
+    model = HF.load_checkpoint(tmp_path / "model", dtype=torch.float32)
+    text = torch.tensor([K.load_tokenizer(DRAFT).encode((tmp_path / "text").read_text())])
+    cache, logits, T = budgeted(model, policy, 12, 1, text.shape[1]), [], text.shape[1]
+    with torch.inference_mode():
+        for a, b in ((0, 12), *((i, i + 1) for i in range(12, T))):
+            attend = partial(cache.attend, limit=b)
+            logits.append(model(text[:, a:b], torch.arange(a, b), attend)[0])
+    want = F.cross_entropy(torch.cat(logits)[:-1], text[0, 1:]).item()
+    assert 40 < T < 180 and got["nats_per_token"] == pytest.approx(want, rel=1e-4)
 
 
 BUDGET_REFUSED = {
@@ -23052,6 +23156,15 @@ def test_vattention_commits_what_is_used(spare):
     assert resident_bytes(cache.memory) <= 4 * spare * block
 
 
+def test_vattention_gives_back_what_one_step_used():
+    """A step that allocates blocks and ends their sequences, and one that gives some to another."""
+    engine = paged_engine(paged_model(), block_size=16, num_blocks=20, prefix_cache=False,
+                          cache=virtual_cache(spare=0))  # fmt: skip
+    for n in (1, 1, 40):
+        engine.generate([[*range(1, 1 + n)]] * 2, greedy(1))
+        assert engine.cache.committed_bytes == 0
+
+
 def test_vattention_shared_blocks_are_not_written_again():
     """A sequence that shares the first 18 tokens and runs the last five again writes two."""
     world = VirtualWorld(0, 0)
@@ -23062,14 +23175,16 @@ def test_vattention_shared_blocks_are_not_written_again():
     assert torch.equal(world.run(1, 15, new, 18), want)
 
 
-def test_vattention_memory_is_released_with_its_last_tensor():
-    """Not before: a view still reads. Then the process has no mapping and no file of it."""
+def test_vattention_memory_is_released_with_its_last_tensor(monkeypatch):
+    """Not before: a view still reads. Then the process has no mapping and no file of it, also if it
+    exits and modules are gone."""
     found = lambda: Path("/proc/self/maps").read_text().count("memfd:kv_cache")
     before, files, world = found(), len(os.listdir("/proc/self/fd")), VirtualWorld(0, 4)
     world.grow(0, 33)
     view, want = world.cache.sequences[0, :33, 0], world.kv[0]
     del world
     assert torch.equal(view, want) and found() > before
+    monkeypatch.setattr(MEM, "os", None)
     del view
     assert found() == before and len(os.listdir("/proc/self/fd")) == files
 
@@ -23194,7 +23309,7 @@ def test_vattention_cuda_calls(fake_driver):
     outputs = dict(engine.outputs)
     paged_run(engine)
     paged_same([outputs[i] for i in range(len(prompts))], want)
-    engine.add(prompts[0], params[0])
+    engine.add(prompts[0], greedy(9))
     engine.step()
     assert fake_driver.sizes and fake_driver.mapped and fake_driver.ranges
     del engine

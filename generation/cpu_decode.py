@@ -278,7 +278,8 @@ class FusedLayers:
         """_locate_kv for an EvictingCache, whose rows `decode` reads as one block each."""
         (B, T, _), (L, rows, H, C, _), start = x.shape, cache.k.shape, int(positions[0])
         fits = T == 1 and B == rows and cache.k.dtype == x.dtype and self._order() is None
-        if not fits or cache.v is None or cache.num_seen != [start] * len(self.layers):
+        fits = fits and cache.v is not None and len({*cache.num_kept}) == 1
+        if not fits or cache.num_seen != [start] * len(self.layers):
             return None
         slots, n = cache.place(0, L, start)
         slots += C * torch.arange(B)[:, None]
@@ -290,10 +291,9 @@ class FusedLayers:
             struct.block_size, struct.ring = C, 0
             struct.tables, struct.width, struct.slots = tables.data_ptr(), 1, slots[i].data_ptr()
             struct.weights = None if weights is None else weights[i].data_ptr()
-        located = Located(last, [tables, slots])
         if weights is None:
-            return located
-        return located._replace(observe=partial(cache.observe, 0, L, weights, self.model.Hq))
+            return Located(last, [tables, slots])
+        return Located(last, [tables, slots], partial(cache.observe, 0, L, weights, self.model.Hq))
 
     def _locate_in_blocks(
         self, x: Tensor, positions: Tensor, cache: PagedKVCache, step: Step

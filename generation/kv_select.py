@@ -100,24 +100,17 @@ class Policy(NamedTuple):
         return scores * self.decay**T + decay @ self.gain(weights, mean)
 
 
-# fmt: off
+by_score = lambda positions, scores: scores
+by_position = lambda positions, scores: positions.float()
+was_pivotal = lambda weight, mean: (weight >= mean).float()
 POLICIES = {
-    "h2o": Policy(lambda positions, scores: scores, recent=0.5, gain=lambda w, mean: w),
-    "scissorhands": Policy(
-        lambda positions, scores: scores, recent=0.25, gain=lambda w, mean: (w >= mean).float(),
-        decay=1 - 1 / HISTORY,
-    ),
-    "streaming": Policy(lambda positions, scores: positions.float(), sinks=4),
-    "recency": Policy(lambda positions, scores: positions.float()),
+    "h2o": Policy(by_score, recent=0.5, gain=lambda weight, mean: weight),
+    "scissorhands": Policy(by_score, recent=0.25, gain=was_pivotal, decay=1 - 1 / HISTORY),
+    "streaming": Policy(by_position, sinks=4),
+    "recency": Policy(by_position),
     "random": Policy(lambda positions, scores: hashes(positions)),
 }
-# fmt: on
 NAMES = (*POLICIES, "infinigen")
-
-
-# --------------------------------------------------------------------------------------------------
-# Attention
-# --------------------------------------------------------------------------------------------------
 
 
 def attention(spec: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -146,9 +139,9 @@ def weighted_attention(spec: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tens
 
 
 class BudgetedCache:
-    """What both caches have in common: `row[layer]` of their tensors for a layer; the layers with
-    sliding windows keep their tokens in another cache, `windowed`. A subclass has attend_from,
-    selected_bytes (bytes_read of the other layers) and summary (under the keys of --json)."""
+    """What both caches have in common: layer i is row[i] of their tensors, or if it has a sliding
+    window is in another cache, `windowed`. A subclass has attend_from, selected_bytes (bytes_read
+    without windowed layers) and summary (fields of --json)."""
 
     def __init__(self, layers: Sequence[int], capacity: int, windowed: Any):
         self.row = {layer: row for row, layer in enumerate(layers)}
@@ -178,9 +171,9 @@ class BudgetedCache:
 class EvictingCache(BudgetedCache):
     """The keys and values that a policy keeps: `capacity` slots per layer, row and head.
 
-    Slots (L, B, H, C), of which the first num_kept[l] are used. All rows are at equal positions. A
-    text may go on from an earlier position: the tokens after it are dropped, and those evicted for
-    them do not return. With MLA, H is 1, a slot has the latent, and there are no values.
+    `tensors` (L, B, H, C, ...), of which the first num_kept[l] slots are used; num_seen[l] tokens
+    came so far. A text may go on from an earlier position: the tokens after it are dropped, and
+    those evicted for them do not return. With MLA, H is 1, a slot has the latent and no value.
     """
 
     def __init__(
@@ -195,8 +188,9 @@ class EvictingCache(BudgetedCache):
         def new(dtype: torch.dtype, *dims: int) -> Tensor:
             return torch.zeros(len(layers), B, H, capacity, *dims, dtype=dtype, device=device)
 
-        self.k, self.v = new(dtype, D), None if latent else new(dtype, D)
-        self.positions, self.scores = new(torch.int32), new(torch.float32)
+        self.tensors = [new(torch.int32), new(torch.float32), new(dtype, D)]
+        self.tensors += [] if latent else [new(dtype, D)]
+        self.positions, self.scores, self.k, self.v = (*self.tensors, None)[:4]
         self.num_kept, self.num_seen = [0] * len(layers), [0] * len(layers)
 
     def selected_bytes(self, limit: int | None) -> int:
@@ -207,8 +201,9 @@ class EvictingCache(BudgetedCache):
 
     def attend_from(self, spec: Any, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
         """Attention to the kept tokens and the new ones, from position `start` on."""
-        if start < self.num_seen[self.row[spec.index]]:
-            self._drop(self.row[spec.index], start)
+        row = self.row[spec.index]
+        if self.num_kept[row] and start < self.num_seen[row]:
+            self._drop(row, start)
         return (self._decode if k.shape[1] == 1 else self._prefill)(spec, q, k, v, start)
 
     def _decode(self, spec: Any, q: Tensor, k: Tensor, v: Tensor, position: int) -> Tensor:
@@ -233,6 +228,7 @@ class EvictingCache(BudgetedCache):
         slots are used, a token per head is evicted."""
         rows, n = slice(first, end), self.num_kept[first]
         positions, scores = self.positions[rows], self.scores[rows]
+        self.num_seen[rows] = [position + 1] * (end - first)  # first: Ctrl-C may interrupt it
         if n < self.capacity:
             slots = torch.full(positions.shape[:3], n, device=positions.device)
         else:
@@ -241,12 +237,12 @@ class EvictingCache(BudgetedCache):
         scores.scatter_(-1, slots[..., None], 0.0)
         n = min(n + 1, self.capacity)
         self.num_kept[rows] = [n] * (end - first)
-        self.num_seen[rows] = [position + 1] * (end - first)
         return slots, n
 
     def observe(self, first: int, end: int, weights: Tensor, n_heads: int) -> None:
         """Score the kept tokens by the weights (end - first, B, H, 1, n) of a decode step."""
-        scores, n = self.scores[first:end, ..., : weights.shape[-1]], weights.shape[-1]
+        n = weights.shape[-1]
+        scores = self.scores[first:end, ..., :n]
         mean = torch.full((1, 1), n_heads / self.k.shape[2] / n, device=weights.device)
         scores.copy_(self.policy.add(scores, weights, mean))
 
@@ -254,14 +250,15 @@ class EvictingCache(BudgetedCache):
         """Attention of a chunk, then the best tokens of the kept ones and the chunk are kept."""
         row, (B, T) = self.row[spec.index], k.shape[:2]
         n = self.num_kept[row]
-        new = torch.arange(start, start + T, dtype=torch.int32, device=k.device)
-        joined = lambda cached, new: torch.cat((cached[row, :B, :, :n].to(new.dtype), new), dim=2)
-        stored = [joined(self.k, (k if spec.latent is None else spec.latent).transpose(1, 2))]
-        if self.v is not None:
-            stored.append(joined(self.v, v.transpose(1, 2)))
-        positions = joined(self.positions, new.expand(B, self.k.shape[2], T))
-        scores = joined(self.scores, torch.zeros_like(positions[..., n:], dtype=torch.float32))
-        keys, values = stored[0], stored[-1]
+        at = torch.arange(start, start + T, dtype=torch.int32, device=k.device)
+        at = at.expand(B, self.k.shape[2], T)
+        new = [at, torch.zeros_like(at, dtype=torch.float32)]
+        new += [x.transpose(1, 2) for x in (k if spec.latent is None else spec.latent, v)]
+        tokens = [
+            torch.cat((cached[row, :B, :, :n].to(x.dtype), x), dim=2)
+            for cached, x in zip(self.tensors, new)
+        ]
+        positions, scores, keys, values = *tokens[:3], tokens[-1]
         if spec.latent_dim is not None:
             values = keys[..., : spec.latent_dim]
         elif spec.expand is not None:
@@ -272,8 +269,8 @@ class EvictingCache(BudgetedCache):
         else:
             o = self._score_chunk(spec, q, keys, values, scores)
         importance = self.policy.importance(positions, scores, self.capacity)
-        self._keep(row, min(n + T, self.capacity), importance, stored, positions, scores)
         self.num_seen[row] = start + T
+        self._keep(row, min(n + T, self.capacity), importance, tokens)
         return o
 
     def _score_chunk(self, spec: Any, q: Tensor, k: Tensor, v: Tensor, scores: Tensor) -> Tensor:
@@ -290,31 +287,26 @@ class EvictingCache(BudgetedCache):
             scores[..., :S] = self.policy.add(scores[..., :S], weights, group / visible)
         return torch.cat(outputs, dim=1)
 
-    def _keep(
-        self, row: int, count: int, importance: Tensor, stored: list[Tensor], positions: Tensor,
-        scores: Tensor,
-    ) -> None:  # fmt: skip
-        """Store the `count` most important tokens (B, H, S) and their keys and values."""
-        if count < positions.shape[-1]:
+    def _keep(self, row: int, count: int, importance: Tensor, tokens: list[Tensor]) -> None:
+        """Store the `count` most important of `tokens`, (B, H, S, ...) each as in `tensors`."""
+        if count < importance.shape[-1]:
             kept = importance.topk(count, dim=-1).indices
             at = kept[..., None].expand(*kept.shape, self.k.shape[-1])
-            stored = [x.gather(2, at) for x in stored]
-            positions, scores = positions.gather(2, kept), scores.gather(2, kept)
-        new = (positions, scores, *stored)
-        for slots, x in zip((self.positions, self.scores, self.k, self.v), new):
-            slots[row, :, :, :count] = x  # a prompt's row goes to all rows
+            tokens = [x.gather(2, kept if x.dim() == 3 else at) for x in tokens]
+        slots = [x[row, :, :, :count] for x in self.tensors]  # a prompt's row goes to all rows
+        self.num_kept[row] = min(count, self.num_kept[row])
+        torch._foreach_copy_(slots, tokens)  # Ctrl-C cannot interrupt it
         self.num_kept[row] = count
 
     def _drop(self, row: int, end: int) -> None:
         """Drop the tokens at positions >= end, and where a head has more left than another, its
         least important."""
         n = self.num_kept[row]
-        tensors = [x for x in (self.positions, self.scores, self.k, self.v) if x is not None]
-        positions, scores, *stored = (x[row, :, :, :n].clone() for x in tensors)
+        positions, scores, *_ = tokens = [x[row, :, :, :n].clone() for x in self.tensors]
         late = positions >= end
         importance = self.policy.importance(positions.masked_fill(late, -1), scores, self.capacity)
         importance = importance.masked_fill(late, -math.inf)
-        self._keep(row, n - int(late.sum(-1).max()), importance, stored, positions, scores)
+        self._keep(row, n - int(late.sum(-1).max()), importance, tokens)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -358,7 +350,7 @@ class SpeculativeCache(BudgetedCache):
         row, (B, T) = self.row[spec.index], k.shape[:2]
         if start == 0:  # a new text
             self.skew[row] = skewing_matrix(q, k, self.rank)
-            self.fetched_bytes *= row > 0
+            self.fetched_bytes = self.fetched_bytes if row else 0
         new = [x.transpose(1, 2) for x in (k, v)]
         fetched = self.prefetched.pop(row, None)
         if T > 1:
@@ -399,9 +391,8 @@ class SpeculativeCache(BudgetedCache):
             at = selected.to("cpu") + max_len * torch.arange(B * H).view(B, H, 1)
             found = [x[row].view(-1, D).index_select(0, at.flatten()) for x in (self.k, self.v)]
             found = [x.view(B, H, -1, D) for x in found]
-        size = sum(x.nbytes for x in found)
-        self.fetched_bytes += size
-        self.step_bytes = size * len(self.row)
+        self.step_bytes = sum(x.nbytes for x in found) * len(self.row)
+        self.fetched_bytes += self.step_bytes // len(self.row)
         return [x.to(self.partial.device, non_blocking=True) for x in found]
 
 
@@ -434,11 +425,6 @@ def speculate_layers_(model: Any, cache: SpeculativeCache) -> None:
     model.layer_groups = [first, *map(group, layers, layers[1:]), *layers[-1:]]
 
 
-# --------------------------------------------------------------------------------------------------
-# --kv-budget
-# --------------------------------------------------------------------------------------------------
-
-
 def build_cache(
     policy: str, budget: float, model: Any, rows: int, max_len: int, windowed: Any = None
 ) -> EvictingCache | SpeculativeCache | None:
@@ -450,9 +436,8 @@ def build_cache(
     if capacity >= max_len:
         return None
     if capacity < MIN_CAPACITY:
-        raise ValueError(
-            f"--kv-budget {budget:g} of {max_len} tokens is {capacity}; give {MIN_CAPACITY} or more"
-        )
+        asked = f"--kv-budget {budget:g} of {max_len} tokens is {capacity}"
+        raise ValueError(f"{asked}; give {MIN_CAPACITY} or more")
     lacks = "alibi" if c.alibi else c.contiguous_only
     if policy == "infinigen" and c.kv_lora_rank:
         lacks = "latent attention, whose queries of a prompt and of a step differ in form"

@@ -147,7 +147,7 @@ class VirtualKVCache(PagedKVCache):
         self.base = self.memory.reserve(num_slots * self.slot_blocks * block)
         self.reserved_bytes = (num_blocks + num_slots * self.slot_blocks) * block  # addresses
         self.tables = [[None] * self.slot_blocks for _ in range(num_slots)]  # blocks mapped there
-        self.n_free, self.lock, self.ahead = num_blocks, Lock(), Future()
+        self.lock, self.ahead = Lock(), Future()
         self.ahead.set_result(None)
         # synchronize: a thread's first CUDA call makes the device's context current
         self.thread = ThreadPoolExecutor(1, initializer=self.memory.synchronize)
@@ -220,9 +220,9 @@ class VirtualKVCache(PagedKVCache):
     def reclaim(self, free: list[int]) -> None:
         """Called by the Engine after each step with its free blocks, the next ones last: give back
         all but `spare` of them, which a thread commits if they are not."""
-        released, self.n_free = len(free) > self.n_free, len(free)
         rest, committed = max(0, len(free) - self.spare), self.memory.committed
-        if released and (blocks := committed.keys() & set(free[:rest])):
+        more = len(committed) > self.num_blocks - rest  # than in use and spare
+        if more and (blocks := committed.keys() & set(free[:rest])):
             self._give_back(blocks)
         following = [block for block in reversed(free[rest:]) if block not in committed]
         if following and self.ahead.done():
@@ -271,8 +271,8 @@ class VirtualKVCache(PagedKVCache):
             table[i] = blocks[i]
 
     def _unmap(self, slot: int, i: int) -> None:
+        self.tables[slot][i] = None  # first: Ctrl-C may come between
         self.memory.unmap(self._address(slot, i))
-        self.tables[slot][i] = None
 
     def _address(self, slot: int, i: int) -> int:
         return self.base + (slot * self.slot_blocks + i) * self.memory.page_bytes

@@ -105,7 +105,7 @@ class HostMemory:
         for address, nbytes in self.ranges:
             self.libc.munmap(address, nbytes)
         if hasattr(self, "fd"):
-            os.close(self.fd)
+            self.libc.close(self.fd)  # os may be gone, if the process exits
 
 
 def _os_memory_error(call: str, nbytes: int) -> MemoryError:
