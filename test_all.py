@@ -74,7 +74,7 @@ import xml.etree.ElementTree
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import FrozenInstanceError, asdict, astuple, dataclass, replace
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import date, timedelta
 from fractions import Fraction
@@ -16500,6 +16500,31 @@ def test_kv_transfer_migration_that_fails_returns_the_request(fault):
     assert (not inbox.parts) == (fault in ("too small", "no room"))
 
 
+def test_kv_transfer_migration_ends_with_its_request():
+    """A request is aborted amid its migration, and another one gets its id: that one is not sent as
+    the rest of the first, and the target computes nothing from it."""
+    model, prompts = paged_model(), [paged_prompt(30, 1), paged_prompt(30, 2)]
+    engine, target = paged_engine(model), paged_engine(model)
+    link, back, inbox = KVLink(), KVLink(), KT.KVInbox(target)
+    for prompt in prompts:
+        engine.add(prompt, greedy(40), id="a")
+        engine.step()
+        if prompt is prompts[0]:
+            migration = MIGRATION.Migration(KT.KVSender(engine), "a", 5, link, 8)
+            migration.step()
+            engine.abort("a")
+    for _ in range(5):
+        migration.step()
+    assert migration.result is False
+    mixed = prompts[0][:8] + prompts[1][8:]
+    for message in link.messages:
+        MIGRATION.accept_migration(inbox, message, back)
+    id = target.add(mixed, greedy(9))
+    output = target.outputs[id]
+    paged_run(target)
+    assert output.token_ids == paged_greedy(model, [mixed], [9])[0] and not inbox.parts
+
+
 def kv_requests() -> list[tuple[list[int], dict]]:
     """Greedy and sampled ones, of one and two samples."""
     more = [dict(temperature=float(i % 2), seed=i, n=1 + i // 2 % 2) for i in range(8)]
@@ -16735,6 +16760,7 @@ class FlakyDisaggregated(FlakyReplicas):
         model, tokenizer, eos = service.engine.model, service.tokenizer, service.eos
         self.services.append(V.Service(model, tokenizer, eos, **options))
         self.loop, self.replicas = asyncio.get_running_loop(), []
+        self.links = defaultdict(SimpleNamespace)  # of a pair and a replica
         for engine in self.engines:  # without channels
             engine.stop()
         self.engines = []
@@ -16751,11 +16777,13 @@ class FlakyDisaggregated(FlakyReplicas):
 
     describe = None
 
-    async def connect(self, i: int, other: int):
-        back, peer = SimpleNamespace(), self.replicas[other]
-        deliver = lambda m: peer.engine.call_between_steps(partial(peer._take, i, back, m))
-        send = lambda m: deliver(pickle.loads(pickle.dumps(m)))
-        return SimpleNamespace(send=send, send_part=deliver)
+    async def connect(self, i: int, pair: str):
+        other = next(x for x in map(int, pair.split("-")[:2]) if x != i)
+        peer, link = self.replicas[other], lambda i: self.links[pair, i]
+        take = lambda m: peer._take(pair, link(other), m)
+        deliver = lambda m: peer.engine.call_between_steps(partial(take, m))
+        link(i).send, link(i).send_part = lambda m: deliver(pickle.loads(pickle.dumps(m))), deliver
+        return link(i)
 
     async def choose(self, ids, among):
         return self.rng.choice(self.replicas[among])
@@ -16846,6 +16874,135 @@ def test_cluster_answers_return_to_the_prefill_replica(replicate):
             wait_until(lambda: not any(left(service)) and not replica.expected)
 
 
+def disaggregated_left(replicas: FlakyDisaggregated) -> list:
+    """What the replicas keep of their calls."""
+    services = [replica.service for replica in replicas.replicas]
+    kept = [(s.channels, s.handed_over, s.lost, s.inbox.parts, s.inbox.before) for s in services]
+    return [x for replica, one in zip(replicas.replicas, kept) for x in (*one, replica.expected)]
+
+
+def test_cluster_forgets_the_calls_that_clients_left():
+    """Clients leave amid the prefill, as soon as the request is handed over, and amid decode. No
+    replica keeps anything of their calls."""
+    model, tokenizer = http_small()
+
+    async def leave(engine: FAILOVER.ReplicatedEngine, when: Callable[[int], Any], n: int) -> None:
+        params = P.SamplingParams(max_new_tokens=99, ignore_eos=True, n=n)
+        request = V.Request("", 0, paged_prompt(100, n, 5, 200), params)
+        task = asyncio.create_task(engine.submit([request]))
+        while not when(request.id):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        for stream in [*engine.tasks]:
+            engine.close_stream(stream)
+
+    async def run() -> None:
+        service = V.Service(model, tokenizer, model.config.eos_ids, num_blocks=400, max_num_seqs=32)
+        replicas = FlakyDisaggregated(service, 0)
+        engine = FAILOVER.ReplicatedEngine(replicas.call, lambda _: None)
+        prefill, *decode = [replica.service for replica in replicas.replicas]
+        moments = [
+            lambda id: prefill.channels, lambda id: id in prefill.handed_over,
+            lambda id: any(s.engine.outputs for s in decode),
+        ]  # fmt: skip
+        for when, n in product(moments, (1, 2)):
+            await leave(engine, when, n)
+            async with asyncio.timeout(10):
+                while any(disaggregated_left(replicas)) or any(s.engine.outputs for s in decode):
+                    await asyncio.sleep(0.01)
+        for one in replicas.engines:
+            await one.close()
+
+    asyncio.run(run())
+
+
+def test_cluster_resumed_requests_keep_priority_and_client():
+    """Each request of --disaggregate is one that continues: policies must see whose it is."""
+    model, tokenizer = http_small()
+    service = V.Service(model, tokenizer, (), num_blocks=40)
+    request = V.Request("", 0, [5, 6], P.SamplingParams(), priority=3, client="a")
+    service.resume(request, P.Output(None, [], [P.Sample([7])]))
+    (seq,) = service.engine.sequences[request]
+    assert (seq.priority, seq.client, seq.tokens) == (3, "a", [5, 6, 7])
+
+
+def listening(pid: int) -> set[str]:
+    """Addresses on which a process listens, in hexadecimal."""
+    sockets = {os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()}
+    rows = [r.split() for x in ("tcp", "tcp6") for r in open(f"/proc/net/{x}").readlines()[1:]]
+    return {r[1].split(":")[0] for r in rows if r[3] == "0A" and f"socket:[{r[9]}]" in sockets}
+
+
+def cluster_pair(pipe: Any) -> None:
+    """A process in which a pair of replicas connects; what it listens on."""
+    store, groups = CLUSTER.rank_store(), []
+
+    def connect(rank: int) -> None:
+        client = dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
+        groups.append(DR.pair_group(dist.PrefixStore("1-2-0", client), rank))
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(connect, range(2)))
+    pipe.send(listening(os.getpid()))
+    os._exit(0)
+
+
+def test_cluster_listens_on_loopback_only():
+    """What replicas send each other is unpickled: no other machine can connect."""
+    context = multiprocessing.get_context("fork")
+    pipe, end = context.Pipe(duplex=False)
+    process = context.Process(target=cluster_pair, args=(end,), daemon=True)
+    process.start()
+    assert pipe.poll(30) and pipe.recv() == {"0100007F"}
+    process.join()
+
+
+def test_cluster_a_pair_that_lost_its_connection_makes_a_new_one():
+    """Under a new name, since the keys of the old one name closed ports; calls that fail later do
+    not make a third. Messages of the old connection change nothing."""
+
+    class Replicas:
+        describe, names, dead = None, [], set()
+
+        async def choose(self, ids, among):
+            return SimpleNamespace(pid=1 if among.start is None else 2)
+
+        async def updates(self, replica, pair, *_):
+            yield "expected"
+            self.names.append(pair)
+            await asyncio.sleep(0.02)
+            if pair in self.dead:
+                raise ConnectionError
+            yield "token"
+
+    async def run() -> None:
+        calls = DR.DisaggregatedReplicas(Replicas(), 1, None)
+
+        async def one() -> list:
+            return [x async for x in calls.call([V.Request("", 0, [5], P.SamplingParams())])]
+
+        await one()
+        Replicas.dead = set(Replicas.names)
+        late = asyncio.create_task(one())
+        await asyncio.sleep(0.01)
+        with pytest.raises(ConnectionError):
+            await one() if not late.done() else None
+        await asyncio.gather(late, return_exceptions=True)
+        await one(), await one()
+
+    asyncio.run(run())
+    old, *_, new = Replicas.names
+    assert set(Replicas.names) == {old, new} and old != new and len(Replicas.names) == 10
+    replica = DR.DisaggregatedReplica.__new__(DR.DisaggregatedReplica)
+    future = Future()
+    replica.expected = {7: (new, future)}
+    replica._arrived(old, KT.Handover(7, P.Output(None, []))), replica._lost(old, None, [])
+    assert not future.done()
+    replica._arrived(new, KT.Handover(7, P.Output(None, [])))
+    assert future.done()
+
+
 def test_cluster_sends_again_only_what_a_dead_replica_had(monkeypatch):
     """An exception of a replica that lives ends the call, and is not repeated, nor is a call that
     has all its tokens; calls whose clients left and replicas that died do not fill the queue."""
@@ -16858,7 +17015,8 @@ def test_cluster_sends_again_only_what_a_dead_replica_had(monkeypatch):
         async def call(*_):
             nonlocal calls
             calls += 1
-            yield FAILOVER.Update(str(calls), stats, [*pieces], [[]])
+            for name in "ab":  # a call may have two
+                yield FAILOVER.Update(f"{calls}{name}", stats, [*pieces] * (name == "a"), [[]])
             await asyncio.sleep(0 if error is not None else 60)
             raise error
 
@@ -16870,9 +17028,9 @@ def test_cluster_sends_again_only_what_a_dead_replica_had(monkeypatch):
         engine.close_stream(stream)
         return calls, waiting, engine.n_waiting, len(engine.stats), stream.error
 
-    assert asyncio.run(run(None)) == (1, 1, 0, 1, None)
+    assert asyncio.run(run(None)) == (1, 1, 0, 2, None)
     calls, _, waiting, alive, error = asyncio.run(run(KeyError("x")))
-    assert (calls, waiting, alive) == (1, 0, 1) and "KeyError" in error
+    assert (calls, waiting, alive) == (1, 0, 2) and "KeyError" in error
     calls, _, waiting, alive, error = asyncio.run(run(ConnectionError()))
     assert (calls, waiting, alive) == (FAILOVER.MAX_FAILURES, 0, 0) and "died" in error
     last = [FAILOVER.Piece(0, "a", [5], [], "length")]
@@ -16929,6 +17087,7 @@ def test_cluster_bad_flags_and_missing_ray(monkeypatch, capsys):
         "--disaggregate 1:1 --backend ray": "requires --backend mp",
         "--disaggregate 1:1x2": "a replica has one rank", "--disaggregate auto": "P:D",
         "--disaggregate 1:1 --replicas 3": "--replicas",
+        "--disaggregate 1:1 --replicate --set prefix_cache=false": "--set prefix_cache=false",
     }.items():  # fmt: skip
         assert CLUSTER.main(argv.split() + ["--serve", "0"] * ("--serve" not in argv)) == 2
         error = capsys.readouterr().err

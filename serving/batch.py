@@ -323,7 +323,8 @@ class Service:
         self.compile_grammar(request)
         output = Output(request, request.ids, earlier.samples, arrival_time=self.engine.clock())
         output.prompt_logprobs = earlier.prompt_logprobs
-        import_request(self.engine, continued(output, request.params, kv))
+        more = dict(priority=request.priority, client=request.client)
+        import_request(self.engine, continued(output, request.params, kv, **more))
         return output
 
     def abort(self, request: Request) -> None:

@@ -14,15 +14,11 @@ With --tp T a replica is T ranks (lockstep.py), each with 1/T of its CPUs or a G
 Ray they are a placement group on one node. If one dies, the others are killed, and their calls
 continue on another replica.
 
-Routing is Preble's E2 (Srivatsa et al. 2024, section 3.2). Exploit: a call goes to the replica that
-has most of its prompt cached, if that is more than half of the prompt and the replica is not
-overloaded. Explore: else to the one of two random replicas that has fewer calls.
-
 Not here: a second HTTP server; if this process ends, its clients' connections break.
 
 When it loses: Ray costs about a millisecond per event. Equivalence (test_all.py): 50 streams over 2
-replicas, which are killed with -9 at random moments, == the undisturbed run. Needs, for Ray:
-pip install "ray[serve]==2.60.0".
+replicas, which are killed with -9 at random moments, == the undisturbed run. Needs: failover.py,
+routing.py; for Ray: pip install "ray[serve]==2.60.0".
 """
 
 from __future__ import annotations
@@ -38,14 +34,13 @@ import math
 import multiprocessing
 import os
 import pickle
-import random
 import signal
+import socket
 import struct
 import sys
 import tempfile
 import threading
-from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Collection, Hashable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
 from pathlib import Path
@@ -54,111 +49,13 @@ from typing import Any
 from torch.distributed import TCPStore
 from tqdm import tqdm
 
-try:
-    from ray.serve.request_router import FIFOMixin, RequestRouter
-except ImportError:  # start_replicas says so
-    FIFOMixin, RequestRouter = type("FIFOMixin", (), {}), object
-
 from serving.batch import Request
 from serving.disaggregated import Placement
 from serving.disaggregated_replicas import DisaggregatedReplica, DisaggregatedReplicas
 from serving.failover import Replica, ReplicatedEngine, Update, run_follower
+from serving.routing import PrefixAndLoad
 
 TARGET_CALLS = 16  # per replica, of autoscaling
-
-# --------------------------------------------------------------------------------------------------
-# Routing
-# --------------------------------------------------------------------------------------------------
-
-
-class PrefixAndLoad:
-    """Preble's E2: keeps how many calls each replica has, and which prefixes it was sent."""
-
-    def __init__(self, block_size: int = 16, max_blocks: int = 2**18, imbalance: float = 2.0):
-        """max_blocks: prefixes to remember. imbalance: a replica with more than this times the
-        fewest calls, plus 4, is overloaded."""
-        self.block_size, self.max_blocks, self.imbalance = block_size, max_blocks, imbalance
-        self.calls = Counter[Hashable]()  # at present, of each replica
-        self.owners: OrderedDict[int, set[Hashable]] = OrderedDict()  # hash of a prefix -> replicas
-        self.random = random.Random(0)
-
-    def _prefixes(self, ids: Sequence[int]) -> list[int]:
-        """A hash of each prefix of whole blocks."""
-        hashes, last = [], 0
-        for end in range(self.block_size, len(ids) + 1, self.block_size):
-            last = hash((last, *ids[end - self.block_size : end]))
-            hashes.append(last)
-        return hashes
-
-    def cached(self, ids: Sequence[int]) -> dict[Hashable, int]:
-        """Tokens of the prompt that each replica should have in its prefix cache."""
-        found: dict[Hashable, int] = {}
-        for i, prefix in enumerate(self._prefixes(ids)):
-            owners = self.owners.get(prefix, ())
-            if not owners:
-                break
-            found |= dict.fromkeys(owners, (i + 1) * self.block_size)
-        return found
-
-    def choose(self, ids: Sequence[int], replicas: Collection[Hashable]) -> list[Hashable]:
-        """Of one or more replicas, those for a prompt, the best first."""
-        calls = {replica: self.calls[replica] for replica in replicas}
-        limit = self.imbalance * min(calls.values()) + 4
-        cached = self.cached(ids)
-        usable = [r for r in calls if 2 * cached.get(r, 0) > len(ids) and calls[r] <= limit]
-        if usable:
-            return [max(usable, key=lambda r: (cached[r], -calls[r]))]
-        return sorted(self.random.sample(list(calls), min(2, len(calls))), key=calls.get)
-
-    def record(self, ids: Sequence[int], replica: Hashable) -> None:
-        """The prompt was sent to a replica."""
-        for prefix in self._prefixes(ids):
-            self.owners.setdefault(prefix, set()).add(replica)
-            self.owners.move_to_end(prefix)
-        while len(self.owners) > self.max_blocks:
-            self.owners.popitem(last=False)
-
-    def forget(self, replica: Hashable) -> None:
-        """A replica has died."""
-        for owners in self.owners.values():
-            owners.discard(replica)
-
-
-class PrefixRouter(FIFOMixin, RequestRouter):
-    """PrefixAndLoad as a request router of Ray Serve. It counts calls itself: Ray's own cache of
-    queue lengths forgets them after 10 s without news."""
-
-    def initialize_state(self) -> None:
-        self.policy = PrefixAndLoad()
-
-    async def choose_replicas(
-        self, candidate_replicas: list[Any], pending_request: Any = None
-    ) -> list[list[Any]]:
-        replicas = {replica.replica_id: replica for replica in candidate_replicas}
-        if not replicas:
-            return []
-        return [[replicas[id]] for id in self.policy.choose(_prompt(pending_request), replicas)]
-
-    def on_send_request(self, replica_id: Hashable) -> None:
-        super().on_send_request(replica_id)
-        self.policy.calls[replica_id] += 1
-
-    def on_request_routed(self, pending_request: Any, replica_id: Hashable, result: Any) -> None:
-        self.policy.record(_prompt(pending_request), replica_id)
-
-    def on_request_completed(self, replica_id: Hashable, internal_request_id: str) -> None:
-        self.policy.calls[replica_id] -= 1
-
-    def on_replica_actor_died(self, replica_id: Hashable) -> None:
-        super().on_replica_actor_died(replica_id)
-        self.policy.forget(replica_id)
-
-
-def _prompt(pending: Any) -> list[int]:
-    """The first prompt of a call of Replica.generate; Replica.describe has none."""
-    requests = pending.args[0] if pending is not None and pending.args else []
-    return requests[0].ids if requests else []
-
 
 # --------------------------------------------------------------------------------------------------
 # Ranks of a replica
@@ -166,8 +63,12 @@ def _prompt(pending: Any) -> list[int]:
 
 
 def rank_store() -> TCPStore:
-    """A store in this process, in which the ranks of a replica rendezvous, as in torchrun's."""
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    """A store in this process, in which ranks on this machine rendezvous, as in torchrun's. A
+    TCPStore that opens its socket itself listens on all interfaces, but ranks unpickle."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    host, port = listener.getsockname()
+    options = dict(is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return TCPStore(host, port, **options)
 
 
 def rank_env(rank: int, tp: int, store: TCPStore) -> dict[str, str]:
@@ -249,7 +150,7 @@ class RayReplicas:
         paths = {"env_vars": {"PYTHONPATH": str(Path(__file__).parents[1])}}
         ray.init(include_dashboard=False, log_to_driver=False, runtime_env=paths)
         serve.start(proxy_location="Disabled")
-        router = RequestRouterConfig(request_router_class="serving.cluster.PrefixRouter")
+        router = RequestRouterConfig(request_router_class="serving.routing.PrefixRouter")
         deployment = serve.deployment(RayReplica).options(request_router_config=router, **options)
         replica = deployment.bind(argv, threads, tp, options["ray_actor_options"])
         try:
@@ -531,6 +432,8 @@ def check_disaggregate(own: argparse.Namespace, args: Any) -> Placement | None:
         raise ValueError(f"{flag} is the number of replicas; remove --replicas")
     if (args.tp or 1) > 1 or placement.prefill_tp > 1 or placement.decode_tp > 1:
         raise ValueError(f"{flag}: a replica has one rank here; give P:D, and no --tp")
+    if own.replicate and not args.prefix_cache:
+        raise ValueError("--replicate sends KV to a prefix cache; remove --set prefix_cache=false")
     own.replicas, own.backend = str(placement.workers[-1].stop), "mp"
     return placement
 

@@ -11,9 +11,9 @@ arXiv:2406.17565). With --replicate it goes back after each step (DejaVu, arXiv:
 decode replica dies, the call goes on at the prefill replica after the last token that arrived, and
 from there to another decode replica. Without, less than a block is computed again.
 
-Replicas are processes that come and go, so each pair has a process group of its own, made when a
-call first needs it. If either replica of a call dies, the call is sent again with the tokens that
-the client has (failover.py); if a pair loses its connection, too.
+Replicas are processes that come and go, so each pair has a process group of its own, made on the
+loopback interface when a call first needs it. If either replica of a call dies, or their connection
+breaks, the call is sent again with the tokens that the client has (failover.py).
 
 Cost: two hops in place of one until the first token, about a millisecond; the answer's KV travels
 too. On GPUs all KV passes through host memory. When it loses: few calls, for which one kind of
@@ -29,7 +29,6 @@ if __name__ == "__main__":
     raise SystemExit("this is a part of serving/cluster.py; run: python -m serving.cluster --help")
 
 import asyncio
-import os
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
@@ -37,6 +36,7 @@ from contextlib import aclosing, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch.distributed as dist
@@ -82,6 +82,11 @@ class KVService:
         self.service.abort(request)
         self._cancel(request)
 
+    def end(self, request: Request) -> None:
+        """Of a decode replica: a call has ended, whether its request came or not."""
+        self._cancel(request)
+        self.forget(request.id)
+
     def _cancel(self, request: Request) -> None:
         """No more KV of a request will be sent."""
         channel = self.channels.pop(request, None)
@@ -121,9 +126,9 @@ class KVService:
         if output.finished:
             channel.send(end)
         else:
+            self.sender.hand_over(request, request.id, channel, end)
             self.inbox.before[request.id] = request.ids
             self.handed_over[request.id] = channel
-            self.sender.hand_over(request, request.id, channel, end)
         self.channels.pop(request, None)  # its call may have ended meanwhile
         ended = [replace(s, finish_reason=s.finish_reason or "handover") for s in output.samples]
         return {request: replace(output, samples=ended)}
@@ -135,10 +140,20 @@ class KVService:
         if self.replicate or any(map(new, self.engine.sequences[request])):
             self.sender.send_new(request, request.id, channel)
 
-    def forget(self, id: int) -> None:
-        """Drop the KV that a request has in host memory."""
-        self.inbox.forget(id)
-        self.handed_over.pop(id, None)
+    def forget(self, id: int, channel: Channel | None = None) -> None:
+        """Drop the KV that a request has in host memory. channel: only if it came from there."""
+        if channel is None or self.handed_over.get(id) is channel:
+            self.inbox.forget(id)
+            self.handed_over.pop(id, None)
+
+
+def pair_group(store: dist.Store, rank: int) -> dist.ProcessGroupGloo:
+    """A process group of two ranks on this machine, which torch.distributed does not know. The
+    keys of the store must be new: those of an earlier group name closed ports."""
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=CONNECT_SECONDS)
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    return dist.ProcessGroupGloo(store, rank, 2, options)
 
 
 class DisaggregatedReplica(Replica):
@@ -152,23 +167,23 @@ class DisaggregatedReplica(Replica):
         super().__init__(argv, threads)
         self.service = KVService(self.service, is_prefill, replicate)
         self.is_prefill, self.store = is_prefill, store
-        self.channels: dict[int, Future[Channel]] = {}  # to other replicas, by their process ids
-        self.expected: dict[int, tuple[int, asyncio.Future]] = {}  # requests that will arrive
+        self.channels: dict[str, Future[Channel]] = {}  # of each pair
+        self.expected: dict[int, tuple[str, asyncio.Future]] = {}  # requests that will arrive
 
-    async def generate(self, other: int, requests: list[Request], *args: Any) -> AsyncIterator:
-        """Replica.generate of a call that the replica of process `other` takes part in. Of a decode
-        replica, the first update says that it expects the KV. ConnectionError if that one dies."""
+    async def generate(self, pair: str, requests: list[Request], *args: Any) -> AsyncIterator:
+        """Replica.generate of a call to a pair, this replica and another one. Of a decode replica,
+        the first update says that it expects the KV. ConnectionError if the other one dies."""
         self.engine = self.engine or AsyncEngine(self.service, self._check_engine)
         self.loop = asyncio.get_running_loop()
         run = self._prefill if self.is_prefill else self._decode
-        async with aclosing(run(other, requests, *args)) as updates:
+        async with aclosing(run(pair, requests, *args)) as updates:
             async for update in updates:
                 yield update
 
     async def _prefill(
-        self, other: int, requests: list[Request], previous: list[Output], *args: Any
+        self, pair: str, requests: list[Request], previous: list[Output], *args: Any
     ) -> AsyncIterator[Update]:
-        channel = await self._connect(other)
+        channel, complete = await self._connect(pair), False
         self.service.channels.update(dict.fromkeys(requests, channel))
         try:
             async with aclosing(super().generate(requests, previous, *args)) as updates:
@@ -176,26 +191,29 @@ class DisaggregatedReplica(Replica):
                     yield replace(update, pieces=[], prompt_logprobs=[])
             if self.service.lost.intersection(r.id for r in requests):
                 raise ConnectionError("the decode replica died")
+            complete = True
         finally:
             for request in requests:
                 self.service.channels.pop(request, None)
                 self.service.lost.discard(request.id)
+                if not complete:  # nothing will come back
+                    self.engine.call_between_steps(partial(self.service.forget, request.id))
 
     async def _decode(
-        self, other: int, requests: list[Request], previous: list[Output],
+        self, pair: str, requests: list[Request], previous: list[Output],
         prompt_logprobs: int | None, seen: list[Progress],
     ) -> AsyncIterator[Update]:  # fmt: skip
-        arriving = {request.id: (other, self.loop.create_future()) for request in requests}
+        arriving = {request.id: (pair, self.loop.create_future()) for request in requests}
         self.expected |= arriving
         update = partial(Update, self.id, pieces=[], prompt_logprobs=[], error=None)
         try:
             yield update(stats=self.engine.stats())
-            channel = await self._connect(other)
+            channel = await self._connect(pair)
+            self.service.channels.update(dict.fromkeys(requests, channel))
             earlier = [await future for _, future in arriving.values()]
             for error in filter(None, (output.error for output in earlier)):
                 yield update(stats=self.engine.stats(), error=error)
                 return
-            self.service.channels.update(dict.fromkeys(requests, channel))
             more = requests, earlier, prompt_logprobs, seen
             async with aclosing(super().generate(*more)) as updates:
                 async for item in updates:
@@ -204,62 +222,62 @@ class DisaggregatedReplica(Replica):
             for request in requests:
                 if self.expected.get(request.id) is arriving[request.id]:
                     del self.expected[request.id]
-                self.engine.call_between_steps(partial(self.service.forget, request.id))
+                self.engine.call_between_steps(partial(self.service.end, request))
 
     # ---- channels ----
 
-    async def _connect(self, other: int) -> Channel:
-        """The channel to a replica. ConnectionError: there is none."""
-        if other not in self.channels:
-            self.channels[other] = future = Future()
+    async def _connect(self, pair: str) -> Channel:
+        """The channel of a pair. ConnectionError: there is none."""
+        if pair not in self.channels:
+            self.channels[pair] = future = Future()
             future.set_running_or_notify_cancel()
-            threading.Thread(target=self._make_channel, args=(other, future), daemon=True).start()
+            threading.Thread(target=self._make_channel, args=(pair, future), daemon=True).start()
         try:
-            return await asyncio.wrap_future(self.channels[other])
+            return await asyncio.wrap_future(self.channels[pair])
         except RuntimeError as e:
-            self.channels.pop(other, None)
-            raise ConnectionError(f"no connection to replica {other}") from e
+            self.channels.pop(pair, None)
+            raise ConnectionError(f"the replicas {pair} do not connect") from e
 
-    def _make_channel(self, other: int, future: Future[Channel]) -> None:
+    def _make_channel(self, pair: str, future: Future[Channel]) -> None:
         """In a thread, since it waits for the other replica."""
-        rank, wait = int(not self.is_prefill), timedelta(seconds=CONNECT_SECONDS)
-        pair = (os.getpid(), other)[:: -1 if rank else 1]
+        rank = int(not self.is_prefill)
         try:
             store = dist.TCPStore(*self.store, is_master=False, wait_for_workers=False)
-            store = dist.PrefixStore("{}-{}".format(*pair), store)
-            group = dist.ProcessGroupGloo(store, rank, 2, wait)
+            group = pair_group(dist.PrefixStore(pair, store), rank)
             channel = Channel(self.service.engine, {1 - rank: slice(None)}, [1 - rank], group)
         except RuntimeError as e:  # it died
             return future.set_exception(e)
-        take = partial(self._take, other, channel)
+        take = partial(self._take, pair, channel)
         channel.listen(lambda m: self.engine.call_between_steps(partial(take, m)))
         future.set_result(channel)
 
-    def _take(self, other: int, channel: Channel, message: Any) -> None:
-        """A message of another replica, between two steps."""
+    def _take(self, pair: str, channel: Channel, message: Any) -> None:
+        """A message of the other replica, between two steps."""
         service = self.service
         if isinstance(message, KVPart):
-            if message.key in (service.handed_over if self.is_prefill else self.expected):
+            expected = self.expected.get(message.key, (None,))[0] == pair
+            if expected or service.handed_over.get(message.key) is channel:
                 service.inbox.add(message)
         elif isinstance(message, Handover):
-            self.loop.call_soon_threadsafe(self._arrived, message.key, message.output)
+            self.loop.call_soon_threadsafe(self._arrived, pair, message)
         elif isinstance(message, Cancel):
-            service.forget(message.key)
-        else:  # it died
-            self.channels.pop(other, None)
+            service.forget(message.key, channel if self.is_prefill else None)
+        else:  # the exception that ended the channel
+            self.channels.pop(pair, None)
             orphans = [id for id, to in service.handed_over.items() if to is channel]
-            self.loop.call_soon_threadsafe(self._lost, other, orphans)
+            self.loop.call_soon_threadsafe(self._lost, pair, channel, orphans)
 
-    def _arrived(self, id: int, output: Output) -> None:
-        if id in self.expected and not self.expected[id][1].done():
-            self.expected[id][1].set_result(output)
+    def _arrived(self, pair: str, end: Handover) -> None:
+        of, future = self.expected.get(end.key, (None, None))
+        if of == pair and not future.done():
+            future.set_result(end.output)
 
-    def _lost(self, other: int, orphans: Sequence[int]) -> None:
-        for peer, future in self.expected.values():
-            if peer == other and not future.done():
+    def _lost(self, pair: str, channel: Channel, orphans: Sequence[int]) -> None:
+        for of, future in self.expected.values():
+            if of == pair and not future.done():
                 future.set_exception(ConnectionError("the prefill replica died"))
-        for id in orphans:
-            forget = partial(self.service.forget, id)
+        for id in orphans:  # unless its call goes on, handed over to another replica
+            forget = partial(self.service.forget, id, channel)
             self.loop.call_later(ORPHAN_SECONDS, self.engine.call_between_steps, forget)
 
 
@@ -269,25 +287,35 @@ class DisaggregatedReplica(Replica):
 
 
 class DisaggregatedReplicas:
-    """Calls of LocalReplicas (cluster.py) of which the first n_prefill run prompts."""
+    """Calls to pairs of LocalReplicas (cluster.py), of which the first n_prefill run prompts."""
 
     def __init__(self, replicas: Any, n_prefill: int, store: Any):
         """store: the TCPStore of their connections."""
         self.store = store
         self.replicas, self.describe = replicas, replicas.describe
         self.prefill, self.decode = slice(n_prefill), slice(n_prefill, None)
+        self.pairs: dict[tuple[int, int], str] = {}  # names, by process ids; each connects once
+        self.n_pairs = count()
 
     async def call(self, requests: list[Request], *args: Any) -> AsyncIterator[Update]:
         """As Replica.generate. ConnectionError if one of two replicas dies."""
         prefill = await self.replicas.choose(requests[0].ids, self.prefill)
         decode = await self.replicas.choose([], self.decode)
-        decoding = self.replicas.updates(decode, prefill.pid, requests, *args)
-        prefilling = self.replicas.updates(prefill, decode.pid, requests, *args)
-        async with aclosing(decoding), aclosing(prefilling):
-            await anext(decoding)  # it expects the KV now
-            async with aclosing(merge(decoding, prefilling)) as updates:
-                async for update in updates:
-                    yield update
+        pids = prefill.pid, decode.pid
+        pair = self.pairs.get(pids) or "{}-{}-{}".format(*pids, next(self.n_pairs))
+        self.pairs[pids] = pair
+        decoding = self.replicas.updates(decode, pair, requests, *args)
+        prefilling = self.replicas.updates(prefill, pair, requests, *args)
+        try:
+            async with aclosing(decoding), aclosing(prefilling):
+                await anext(decoding)  # it expects the KV now
+                async with aclosing(merge(decoding, prefilling)) as updates:
+                    async for update in updates:
+                        yield update
+        except ConnectionError:
+            if self.pairs.get(pids) == pair:
+                del self.pairs[pids]
+            raise
 
 
 async def merge(main: AsyncIterator[Any], other: AsyncIterator[Any]) -> AsyncIterator[Any]:

@@ -161,18 +161,19 @@ class ReplicatedEngine:
 
     async def _run(self, stream: Stream, accepted: asyncio.Future) -> None:
         """Read a stream from a replica; if that dies, from another."""
-        replica: str | None = None  # that answered last
+        replicas: set[str] = set()  # that answered; those that live will tell their state again
         for failures in range(MAX_FAILURES):
             try:
                 async with aclosing(self.call(*self._arguments(stream))) as updates:
                     async for update in updates:
-                        replica = update.replica
+                        replicas.add(update.replica)
                         self._apply(stream, update)
                         if not accepted.done():
                             accepted.set_result(None)
                 break
             except ConnectionError:
-                self.stats.pop(replica, None)
+                while replicas:
+                    self.stats.pop(replicas.pop(), None)
                 if stream.finished:
                     break
                 await asyncio.sleep(failures * RETRY_SECONDS)

@@ -275,7 +275,7 @@ class KVInbox:
     def __init__(self, engine: Engine):
         self.engine, self.n_blocks = engine, 0  # blocks added to the prefix cache
         self.parts: dict[int, dict[int, list[KVPart]]] = {}  # of each request: sample or PROMPT
-        self.before: dict[int, list[int]] = {}  # tokens before the first part, which are here
+        self.before: dict[int, list[int]] = {}  # tokens before the first part; the cache has them
 
     def add(self, part: KVPart) -> None:
         """Keep a part. Between two steps."""

@@ -78,6 +78,7 @@ class Migration:
 
     def __init__(self, sender: KVSender, id: Any, key: int, channel: Channel, part: int = 256):
         self.sender, self.id, self.key, self.channel, self.part = sender, id, key, channel, part
+        self.output = sender.engine.outputs[id]
         self.asked = self.answered = False
         self.moved: KVTransfer | None = None  # out of this engine
         self.result: bool | None = None  # True: it continues there; False: here
@@ -87,7 +88,7 @@ class Migration:
         engine = self.sender.engine
         if self.result is not None or self.moved is not None:
             return
-        if self.id not in engine.outputs:  # it has ended
+        if engine.outputs.get(self.id) is not self.output:  # it has ended
             return self.fail()
         try:
             left = self.sender.send_new(self.id, self.key, self.channel, self.part)

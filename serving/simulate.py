@@ -207,11 +207,11 @@ def prefix_hash(arrival: Arrival, replicas: Sequence[Replica]) -> Replica:
 
 
 class Preble:
-    """cluster.py's PrefixAndLoad: where most of the prompt is cached, unless that replica is
+    """routing.py's PrefixAndLoad: where most of the prompt is cached, unless that replica is
     overloaded."""
 
     def __init__(self):
-        from serving.cluster import PrefixAndLoad  # here: 1 s
+        from serving.routing import PrefixAndLoad  # here: 1 s
 
         self.policy = PrefixAndLoad()
 
