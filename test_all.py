@@ -495,12 +495,14 @@ def chat_folder(tmp_path: Path, template: str | None = CHATML) -> Path:
     return tmp_path / "chat"
 
 
-def ask(chat: CHAT.Chat, line: str, n: int = 12, stop=(), params=GREEDY) -> tuple[int, int, str]:
+def ask(
+    chat: CHAT.Chat, line: str, n: int = 12, stop=(), params=GREEDY, limit: int = 400
+) -> tuple[int, int, str]:  # fmt: skip
     """(tokens in the prompt, how many of them were cached, the reply)."""
     row = G.Continuation(
         chat.tokenizer, K.TextStream(chat.tokenizer), K.StopStrings(stop), (2,), lambda text: None
     )
-    steps = chat.ask(line, params, n, row, 400)
+    steps = chat.ask(line, params, n, row, limit)
     cached = next(steps)
     prompt = len(chat.encode_turn(line)[1])
     for _ in steps:
@@ -23656,6 +23658,16 @@ def test_kv_store_adapters_have_their_own(tmp_path):
         engine.kv_store.flush()
         found.append(sum(engine.kv_store.counts.values()))
     assert found == [0, 60, 40]
+    # a request with an adapter that goes on in another engine is saved under its adapter, too
+    options["kv_store"] = KVS.KVStore(tmp_path / "moved", 10**9, "w")
+    engine, _ = adapter_engine(model, (4,), **options)
+    id = engine.add(prompt, greedy(6, adapter="a0"))
+    engine.step()
+    adapter = engine.sequences[id][0].adapter
+    (seq,) = KT.export_request(engine, id).sequences
+    engine.kv_store.flush()
+    assert seq.adapter is None and engine.kv_store.find(prompt) is None
+    assert engine.kv_store.find(prompt, adapter=adapter).n == 20
 
 
 # ---- damage ----
@@ -23726,6 +23738,36 @@ def test_kv_store_missing_blocks_are_computed_again(tmp_path, caplog):
     assert case.answers(engine) == case.want[0] and not caplog.messages
     again.flush()
     assert len(kv_files(tmp_path)) > 3  # the folder was made again
+
+
+def test_kv_store_survives_a_full_gpu(tmp_path, caplog, monkeypatch):
+    """No memory for a copy of a finished sequence's blocks: it ends as without a store, there is
+    one warning, and nothing is stored."""
+
+    def refuse(blocks):
+        raise torch.OutOfMemoryError
+
+    case = kv_case(4)
+    engine, store = case.engine(tmp_path)
+    monkeypatch.setattr(store, "_copy_out", refuse)
+    assert case.answers(engine) == case.want[0] and len(caplog.messages) == 1
+    store.flush()
+    assert not store.host and not store.saving and not kv_files(tmp_path)
+
+
+def test_kv_store_stops_a_load_with_its_copies(tmp_path):
+    """After `recover` neither the thread nor the copies that it queued on its stream write to the
+    cache, whose blocks another sequence may get."""
+    store, cache = kv_blocks(tmp_path)
+    store.save([1, 2, 3, 4], [5, 6])
+    store.flush()
+    store.load(store.find([1, 2, 3, 4]), [7, 8])
+    store.gate(None)
+    load, log = store.loading, []
+    load.thread.join()
+    load.stream = SimpleNamespace(synchronize=lambda: log.append("synchronized"))
+    assert not store.recover(ValueError()) and not load.thread.is_alive()
+    assert log == ["synchronized"] and not store.busy
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES, errno.EIO])
@@ -23986,14 +24028,15 @@ def test_kv_store_truncated_kv_equals_a_fresh_prefill_at_one_layer(name):
     assert (moved < 2e-5) == (name == "alibi")
 
 
-def kv_chat(folder: Path | None, checkpoint: Path) -> CHAT.Chat:
-    """A chat in fp32 with 400 slots, as --interactive starts it."""
+def kv_chat(folder: Path | None, checkpoint: Path, slots: int = 400, system=None) -> CHAT.Chat:
+    """A chat in fp32, as --interactive starts it."""
     model, tokenizer = HF.load_checkpoint(checkpoint, dtype=torch.float32), K.load_tokenizer(SMALL)
-    decoder, history = G.Decoder(model, 400, GREEDY, 1, (2,)), None
+    decoder, history = G.Decoder(model, slots, GREEDY, 1, (2,)), None
     if folder is not None:
         store = KVS.KVStore(folder, 10**9, KVH.fingerprint(model))
         history = KVH.History(store, decoder, G.prefill, 16)
-    return CHAT.Chat(decoder, G.run_rows, tokenizer, load_chat_template(checkpoint), None, history)
+    template = load_chat_template(checkpoint)
+    return CHAT.Chat(decoder, G.run_rows, tokenizer, template, system, history)
 
 
 @pytest.mark.parametrize("template", [None, pytest.param(CHATML, marks=pytest.mark.slow)])
@@ -24024,6 +24067,28 @@ def test_kv_store_conversations_go_on(template, tmp_path):
     assert again.history.find(closed.ids) < 16
 
 
+def test_kv_store_conversations_in_a_smaller_context(tmp_path, capsys, monkeypatch):
+    """A conversation that was saved with 400 slots goes on in 150: turns are dropped, and no block
+    is loaded behind the cache's end. After /reset, or with another system prompt, a restart has
+    nothing of it, its lineage neither."""
+    checkpoint = chat_folder(tmp_path, CHATML)
+    for turn in range(3):
+        chat = kv_chat(tmp_path, checkpoint)
+        ask(chat, f"def f{turn}(x):\n" + "    x += 1\n" * 9)
+        chat.history.store.flush()
+    assert len(chat.ids) > 150
+    small = kv_chat(tmp_path, checkpoint, 150)
+    prompt, _, reply = ask(small, "def g(x):", limit=150)
+    small.history.store.flush()
+    assert prompt < 150 and reply and len(small.ends) < 4
+    other = kv_chat(tmp_path, checkpoint, system="Reply in verse.")
+    assert not other.ids and not other.history.store.lineage
+    monkeypatch.setattr(CHAT, "read_line", iter(["/reset", None]).__next__)
+    CHAT.chat_loop(None, kv_chat(tmp_path, checkpoint), (2,), 400)
+    again = kv_chat(tmp_path, checkpoint)
+    assert not again.ids and not again.history.store.lineage
+
+
 def test_kv_store_prompts_in_processes(tmp_path):
     """generate.py twice, in two processes: the second one reads the prompt's KV from files, says so
     and writes the same; the engine of --batch finds it too."""
@@ -24042,8 +24107,8 @@ def test_kv_store_prompts_in_processes(tmp_path):
 
 
 def test_kv_store_damaged_prompts_and_conversations(tmp_path, caplog):
-    """A prompt whose blocks are damaged is prefilled; a conversation's file that is no JSON is one
-    error that names it."""
+    """A prompt whose blocks are damaged is prefilled; a conversation's file that is no JSON, or of
+    something else, is one error that names it."""
     flags = f"--temperature 0 --max-new-tokens 8 --kv-store {tmp_path}"
     prompt = "".join(f"x{i} = {i}\n" for i in range(30))
     first = generated(f"{flags} --json", prompt)
@@ -24055,9 +24120,11 @@ def test_kv_store_damaged_prompts_and_conversations(tmp_path, caplog):
     argv = f"--interactive --dtype fp32 {flags}".split()
     assert run_generate(*argv, stdin="x\n").code == 0
     (chat,) = tmp_path.glob("chat-*.json")
-    chat.write_text("[1]")
-    done = run_generate(*argv, stdin="x\n")
-    assert done.code == 2 and str(chat) in done.err and done.err.count("\n") == 1
+    whole = json.loads(chat.read_text())
+    for state in ([1], {}, {"lineage": ""}, whole | {"messages": 5}, whole | {"lineage": 5}):
+        chat.write_text(json.dumps(state))
+        done = run_generate(*argv, stdin="x\n")
+        assert done.code == 2 and str(chat) in done.err and done.err.count("\n") == 1
 
 
 def test_kv_store_metrics():

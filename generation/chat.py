@@ -17,7 +17,7 @@ from huggingface.chat_template import ChatTemplate
 from huggingface.tokenizer import Continuation, StopStrings, TextStream, Tokenizer
 from paged_kv import SamplingParams
 
-STATE = "messages ids text ids_match_text turn ends".split()  # of a conversation
+STATE = dict(messages=list, ids=list, text=str, ids_match_text=bool, turn=int, ends=list)
 
 
 class Chat:
@@ -44,10 +44,12 @@ class Chat:
         self.decoder, self.run_rows, self.tokenizer = decoder, run_rows, tokenizer
         self.template, self.system, self.history = template, system, history
         self.reset()
-        state = {} if history is None else history.restore()
-        if state and state["messages"][: len(self.messages)] == self.messages:
-            for name in STATE:
-                setattr(self, name, state[name])
+        state = {} if history is None else history.restore(STATE)
+        if state.get("messages", [])[: len(self.messages)] == self.messages:
+            for name, value in state.items():
+                setattr(self, name, value)
+        else:  # it had another system prompt
+            self.reset()
 
     def reset(self) -> None:
         """Start a new conversation."""
@@ -111,7 +113,12 @@ class Chat:
             self._append_turn(line, row)
             if self.history is not None:
                 self.history.save(self.ids)
-                self.history.write({name: getattr(self, name) for name in STATE})
+            self.write()
+
+    def write(self) -> None:
+        """With a history, save the conversation for the next start of the program."""
+        if self.history is not None:
+            self.history.write({name: getattr(self, name) for name in STATE})
 
     def _append_turn(self, line: str, row: Continuation) -> None:
         self.messages += [
@@ -157,6 +164,7 @@ def chat_loop(args: GenerateConfig, chat: Chat, eos: Sequence[int], limit: int) 
     while (line := read_line()) is not None and line.strip() != "/quit":
         if line.strip() == "/reset":
             chat.reset()
+            chat.write()
             print("new conversation", file=sys.stderr)
         elif line:
             try:

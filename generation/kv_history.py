@@ -63,6 +63,7 @@ class History:
         self.layers = [*pairs][: cache.n_layers]  # (B, Hkv, S, D) each
         blocks = lambda t: t[:, :, : t.shape[2] // size * size].unflatten(2, (-1, size))
         store.bind([[*map(blocks, layer)] for layer in self.layers], size, rows=1)
+        self.num_slots = self.layers[0][0].shape[2]
         decoder.prefill = self.prefill
 
     def find(self, ids: Sequence[int], cached: int = 0) -> int:
@@ -70,7 +71,8 @@ class History:
         are loaded during the prefill."""
         self.ids, self.before = list(ids), cached
         self.store.recover(None)  # what was found for a prompt that was not run
-        kv = self.store.find(ids[:-1], cached // self.store.block_size)
+        ids = ids[: min(len(ids) - 1, self.num_slots)]  # this cache may be the smaller one
+        kv = self.store.find(ids, cached // self.store.block_size)
         if kv is None or kv.n <= cached:
             return cached
         self.store.load(kv, range(kv.n // self.store.block_size))
@@ -105,11 +107,15 @@ class History:
         name = hashlib.sha256(self.store.fingerprint.encode()).hexdigest()[:16]
         return self.store.folder / f"chat-{name}.json"
 
-    def restore(self) -> dict[str, Any]:
-        """The conversation that was saved last; {} if there is none."""
+    def restore(self, fields: dict[str, type]) -> dict[str, Any]:
+        """The conversation that was saved last, with these fields; {} if there is none. ValueError
+        names the file."""
         try:
             state = json.loads(self.path.read_bytes())
-            self.store.lineage = bytes.fromhex(state.pop("lineage"))
+            lineage = bytes.fromhex(state.pop("lineage"))
+            if {name: type(value) for name, value in state.items()} != fields:
+                raise ValueError(f"its fields must be {', '.join(fields)}")
+            self.store.lineage = lineage
             return state
         except FileNotFoundError:
             return {}

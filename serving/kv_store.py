@@ -31,9 +31,8 @@ damaged or deleted: a step that meets such a block runs again without it. There 
 power failure the CRC decides. A full disk leaves blocks in host memory. Trouble is one warning.
 
 Cost: copies, and 22 kB per token of TinyLlama. When it loses: where no prompt repeats, or reading
-is slower than computing. Hooks: attend, through `gate`; Engine(kv_store=...), which calls `want`,
-`find`, `load`, `save` and `recover`. Equivalence (test_all.py): found == computed, whatever was
-killed, damaged or full. Needs: torch.
+is slower than computing. Hooks: attend, through `gate`; Engine(kv_store=...). Equivalence
+(test_all.py): found == computed, whatever was killed, damaged or full. Needs: torch.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, chain, product
 from pathlib import Path
@@ -142,8 +141,7 @@ class KVStore:
         self.root = sha256(f"{self.fingerprint} {block_size} {sizes} {dtypes}".encode())
 
     def keys(self, tokens: Sequence[int], adapter: Any = None) -> list[bytes]:
-        """The key of each full block. adapter: None, or an object with weights, a list of tensors,
-        offsets and scale (serving/adapters.py)."""
+        """The key of each full block. adapter: None, or serving/adapters.py's Adapter."""
         own = b""
         if adapter is not None and (own := self.adapters.get(adapter)) is None:
             scale = torch.tensor([adapter.scale])
@@ -185,9 +183,8 @@ class KVStore:
         LoadError if one cannot be read; then call `recover`."""
         if self.to_load:
             self.loading, self.to_load = Load(self, self.to_load), []
-        if self.loading is None:
+        if (load := self.loading) is None:
             return attend
-        load = self.loading
 
         def gated(spec: Any, *args: Tensor) -> Tensor:
             load.wait(spec.index)
@@ -219,8 +216,7 @@ class KVStore:
         return isinstance(error, LoadError)
 
     def _has(self, key: bytes) -> bool:
-        on_disk = lambda: key not in self.unreadable and os.path.exists(self._path(key))
-        return key in self.host or on_disk()
+        return key in self.host or (key not in self.unreadable and os.path.exists(self._path(key)))
 
     def _prefetch(self, owner: Any) -> None:
         for key in self.wanted.get(owner, ()):
@@ -242,7 +238,10 @@ class KVStore:
         new = {k: b for k, b in zip(keys, blocks) if k not in self.saving and not self._has(k)}
         if not new or len(self.saving) * self.offsets[-1] > self.host_bytes:
             return
-        rows, event = self._copy_out([*new.values()])
+        try:
+            rows, event = self._copy_out([*new.values()])
+        except torch.OutOfMemoryError:
+            return self.warn("copy", "KV is not kept: no GPU memory for a copy of its blocks")
         self.saving.update(new)
         self.background.submit(self._save, [*new], rows, event)
 
@@ -323,8 +322,8 @@ class KVStore:
 
     @staticmethod
     def _sum(key: bytes, layer: int, part: Any) -> bytes:
-        start = zlib.crc32(key + layer.to_bytes(4, "little"))
-        return zlib.crc32(part, start).to_bytes(SUM_BYTES, "little")
+        crc = zlib.crc32(part, zlib.crc32(key + layer.to_bytes(4, "little")))
+        return crc.to_bytes(SUM_BYTES, "little")
 
     def read(self, key: bytes, data: Tensor, layers: range) -> None:
         """Read layers of a block from its file. OSError, or LoadError if it is damaged."""
@@ -393,26 +392,24 @@ class KVStore:
 
 
 class Load:
-    """Blocks on their way into the cache, layer by layer, in a thread of their own."""
+    """Blocks on their way into the cache, layer by layer, in a thread of their own. to_load: of
+    each its key, and its number in the cache."""
 
     def __init__(self, store: KVStore, to_load: list[tuple[bytes, int]]):
-        """to_load: (key, block of the cache)."""
         self.store, (self.keys, self.blocks) = store, zip(*to_load)
         self.data = {key: store.host.get(key) for key in self.keys}
         self.on_disk = [key for key, data in self.data.items() if data is None]
         self.data |= {key: store.new_block() for key in self.on_disk}
         n = len(self.on_disk) * store.block_size
-        store.counts["kv_store_disk_tokens"] += n
-        store.counts["kv_store_host_tokens"] += len(to_load) * store.block_size - n
+        n_host = len(to_load) * store.block_size - n
+        store.counts.update(kv_store_disk_tokens=n, kv_store_host_tokens=n_host)
         self.arrived = [threading.Event() for _ in store.layers]
         self.error: Exception | None = None
         self.stopped, device = False, store.layers[0][0].device
         self.stream, self.events = None, [None] * len(store.layers)
-        self.on_stream = nullcontext()
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device)
             self.stream.wait_stream(torch.cuda.current_stream(device))  # the blocks' last readers
-            self.on_stream = torch.cuda.stream(self.stream)
         self.at = torch.tensor(self.blocks, device=device)
         self.thread = threading.Thread(target=self._run, name="kv-load", daemon=True)
         self.thread.start()
@@ -427,14 +424,16 @@ class Load:
                 torch.cuda.current_stream().wait_event(self.events[layer])
 
     def stop(self) -> None:
-        """End the thread; layers that have not arrived are not written."""
+        """End the thread and its copies; layers that have not arrived are not written."""
         self.stopped = True
         self.thread.join()
+        if self.stream is not None:
+            self.stream.synchronize()
 
     def _run(self) -> None:
         key, store = b"", self.store
         try:
-            with torch.inference_mode(), self.on_stream:
+            with torch.inference_mode(), torch.cuda.stream(self.stream):
                 for layer, arrived in enumerate(self.arrived):
                     for key in self.on_disk:
                         if self.stopped:

@@ -99,9 +99,10 @@ def export_request(engine: Engine, id: Any, with_kv: bool = True) -> KVTransfer:
         if with_kv:
             table, n = seq.block_table, seq.num_computed_tokens
             seq.swapped_kv = engine.cache.read(table, n, seq.ring)
-        seq.listener = seq.adapter = None
-        engine.scheduler.finish(seq)
+        seq.listener = None
+        engine.scheduler.finish(seq)  # a KVStore saves its blocks under its adapter
         engine._forget(seq)
+        seq.adapter = None
     _synchronize(engine)
     return KVTransfer(output, sequences)
 
