@@ -387,7 +387,8 @@ def complete(args: GenerateConfig, text: str, gate: Any = None) -> bool:
         summary |= {"cached_tokens": cached}
     if speculator is not None:
         summary |= speculator.summary() | speedup(runs, baseline)
-    summary |= getattr(decoder.cache, "summary", dict)()  # of a budgeted cache
+    if args.kv_budget is not None:
+        summary |= getattr(decoder.cache, "summary", dict)()  # a KVCache, if everything fits
     report(args, text if continues else "", rows, summary)
     print(summary_line(summary, device_name(device, args.mesh, args.cp)), file=sys.stderr)
     return True
