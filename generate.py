@@ -448,18 +448,11 @@ def build_decoder(
         drafting.raise_mla_absorb_limit_(args, model)
     try:
         decoder = Decoder(
-            model,
-            max_len + lookahead,
-            params,
-            args.n,
-            eos,
-            args.compile,
-            keep_logits=top is not None,
-            attention=attention,
-            cached_rows=rows,
+            model, max_len + lookahead, params, args.n, eos, args.compile,
+            keep_logits=top is not None, attention=attention, cached_rows=rows,
             rollback=lookahead if ring else None,
             cache=budgeted_cache(args, model, rows, max_len, 0 if ring else None),
-        )
+        )  # fmt: skip
     except ValueError as e:
         if not str(e).startswith("logit_bias"):
             raise
