@@ -31034,6 +31034,7 @@ def generate_rank(env) -> None:
 def generate_on_rank(flags: str, env) -> dict:
     """One rank's output of generate.py."""
     argv = f"{flags} --dtype fp32".split()
+    dist.barrier()  # every rank has read the row before's results
     if "--batch" in argv and env.rank == 0:  # else results of another row would be kept
         path = Path(argv[argv.index("--batch") + 1]).with_suffix(".results.jsonl")
         path.unlink(missing_ok=True)
