@@ -131,7 +131,7 @@ import moe as O
 import paged_kv as P
 import parallel
 from parallelism import pipeline as PL
-from parallelism import planner
+from parallelism import cost_model, datacenter, planner, training_plan
 import quantize as Q
 from parallelism import quantized_collectives as QC
 from parallelism import ring_self_attention as RSA
@@ -29049,11 +29049,11 @@ def test_schedules_alone_in_a_folder(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------
-# planner.py: published numbers, published runs, pinned numbers, and brute force
+# The planner: published numbers, published runs, pinned numbers, and brute force
 # --------------------------------------------------------------------------------------------------
 
-PLANNER_TINY = planner.Shape(8, 256, 4, 2, 64, 512, 1024)
-PLANNER_8B, PLANNER_H100 = planner.SHAPES["llama3-8b"], planner.DEVICES["h100"]
+PLANNER_TINY = cost_model.Shape(8, 256, 4, 2, 64, 512, 1024)
+PLANNER_8B, PLANNER_H100 = cost_model.SHAPES["llama3-8b"], cost_model.DEVICES["h100"]
 
 
 def planner_fields(text):
@@ -29071,9 +29071,9 @@ class PlannerRun:
     """A published run. batch: sequences per step; unit: of `value`, per GPU."""
 
     name: str
-    shape: planner.Shape
-    device: planner.Device
-    plan: planner.Plan
+    shape: cost_model.Shape
+    device: cost_model.Device
+    plan: training_plan.Plan
     seq: int
     batch: int
     value: float
@@ -29090,7 +29090,7 @@ def planner_torchtitan_runs():
     clock = (500 / 700) ** (1 / 3)
     speed = dict(bf16=clock * 989e12, fp8=clock * 1979e12, hbm=2.4e12)
     capped = replace(PLANNER_H100, memory=96 * 2**30, watts=1075, **speed)
-    small = planner.Plan(8, zero=3, micro=2, recompute="selective", attention="fa2")
+    small = training_plan.Plan(8, zero=3, micro=2, recompute="selective", attention="fa2")
     small = replace(small, compiled=False, async_tp=False)
     large = replace(small, dp=32, tp=8, micro=16, recompute="full", compiled=True)
     deep = replace(large, dp=8, pp=8, zero=1, micro=4, fp8=True, async_tp=True)
@@ -29113,7 +29113,7 @@ def planner_torchtitan_runs():
         ("405b", deep, 256, 128, 72.7, dict(schedule="interleaved", chunks=2)),
     ):
         plan, name = replace(base, **more), f"torchtitan {model} {batch} {value}"
-        shape = planner.SHAPES[f"llama3-{model}"]
+        shape = cost_model.SHAPES[f"llama3-{model}"]
         yield PlannerRun(name, shape, capped, plan, 8192, batch, value, gib=gib)
 
 
@@ -29130,8 +29130,8 @@ def planner_llama3_and_megatron_runs():
         (128, 1, 8192, 2048, 400, 0.41),
         (8, 16, 131072, 128, 380, 0.38),
     ):
-        plan = planner.Plan(dp, 8, cp, 16, schedule="interleaved", chunks=8)
-        shape = planner.SHAPES["llama3-405b"]
+        plan = training_plan.Plan(dp, 8, cp, 16, schedule="interleaved", chunks=8)
+        shape = cost_model.SHAPES["llama3-405b"]
         name = f"Llama 3 405B, {plan.gpus} GPUs, seq {seq}"
         yield PlannerRun(name, shape, PLANNER_H100, plan, seq, batch, value, "TFLOP/s", mfu=mfu)
     new = 4096, 131072, "h100", dict(dp=48)
@@ -29152,12 +29152,12 @@ def planner_llama3_and_megatron_runs():
         ("1000B", 160, 25600, 128, 8, 64, 1, 512, 175.6, old),
     ):
         seq, vocab, device, more = run
-        shape = planner.Shape(layers, dim, heads, heads, dim // heads, 4 * dim, vocab, gpt=True)
-        assert abs(planner.parameters(shape) / 1e9 / float(size[:-1]) - 1) < 0.05
+        shape = cost_model.Shape(layers, dim, heads, heads, dim // heads, 4 * dim, vocab, gpt=True)
+        assert abs(cost_model.parameters(shape) / 1e9 / float(size[:-1]) - 1) < 0.05
         schedule, micro = "interleaved" if v > 1 else "1f1b", 4 if pp == 1 else 1
-        plan = planner.Plan(tp=tp, pp=pp, micro=micro, schedule=schedule, chunks=v, **more)
+        plan = training_plan.Plan(tp=tp, pp=pp, micro=micro, schedule=schedule, chunks=v, **more)
         name, unit = f"Megatron-LM {size}, {plan.gpus} {device}", "TFLOP/s, not causal"
-        yield PlannerRun(name, shape, planner.DEVICES[device], plan, seq, batch, value, unit)
+        yield PlannerRun(name, shape, cost_model.DEVICES[device], plan, seq, batch, value, unit)
 
 
 PLANNER_RUNS = [*planner_torchtitan_runs(), *planner_llama3_and_megatron_runs()]
@@ -29168,8 +29168,8 @@ def test_planner_prediction_is_near_the_published_run(run):
     """Within 20% of the published measurement; 1.3x for the smallest model, whose matmuls are
     small. Reported memory is up to a fifth more. Llama 3's three runs are predicted 7 to 15% too
     fast, in TFLOP/s and in MFU, which is published in whole percents."""
-    got = planner.predict(run.shape, run.device, run.plan, run.seq, run.batch)
-    flops = planner.model_flops(run.shape, run.seq, causal="not" not in run.unit)
+    got = training_plan.predict(run.shape, run.device, run.plan, run.seq, run.batch)
+    flops = cost_model.model_flops(run.shape, run.seq, causal="not" not in run.unit)
     value = got.tokens_per_second * (1 if run.unit == "tokens/s" else flops / 1e12)
     least, most = (1.2, 1.35) if "1.7B" in run.name else (0.8, 1.2)
     least, most = (1.07, 1.15) if run.mfu else (least, most)
@@ -29205,40 +29205,40 @@ def test_planner_prediction_is_near_the_published_run(run):
 def test_planner_sizes_of_published_models(name, total, active, flops):
     """Parameters as in the checkpoints, active ones as their reports say; training FLOPs of a token
     in a sequence of 4096 are pinned: 6 per active weight without the embedding, and the scores."""
-    shape = planner.SHAPES[name]
-    assert planner.parameters(shape) == total
-    assert abs(planner.parameters(shape, active=True) / (active or total) - 1) < 0.02
-    assert planner.model_flops(shape, 4096) == pytest.approx(flops, rel=1e-9)
+    shape = cost_model.SHAPES[name]
+    assert cost_model.parameters(shape) == total
+    assert abs(cost_model.parameters(shape, active=True) / (active or total) - 1) < 0.02
+    assert cost_model.model_flops(shape, 4096) == pytest.approx(flops, rel=1e-9)
 
 
 def test_planner_flops_equal_published_ones():
     """arXiv:2104.04473, equation 3, with full recomputation; torchtitan issue 773: 128 tokens/s are
     an MFU of 33.88%, without a causal mask; Llama 3: 3.8e25 FLOPs for 15.6T tokens."""
-    shape, l, h, V, s = planner.SHAPES["gpt3-175b"], 96, 12288, 50257, 2048
-    got = planner.model_flops(shape, s) + planner.recomputed_flops(shape, s, "full")
+    shape, l, h, V, s = cost_model.SHAPES["gpt3-175b"], 96, 12288, 50257, 2048
+    got = cost_model.model_flops(shape, s) + cost_model.recomputed_flops(shape, s, "full")
     assert got == pytest.approx(96 * l * h**2 * (1 + s / (12 * h) + V / (16 * l * h)))
-    shape = planner.SHAPES["llama3-405b"]
-    mfu = 128 * planner.model_flops(shape, 8192, causal=False) / 989e12
+    shape = cost_model.SHAPES["llama3-405b"]
+    mfu = 128 * cost_model.model_flops(shape, 8192, causal=False) / 989e12
     assert abs(mfu - 0.3388) < 0.5 / 128 * 0.3388
-    assert abs(planner.model_flops(shape, 8192) * 15.6e12 / 3.8e25 - 1) < 0.05
+    assert abs(cost_model.model_flops(shape, 8192) * 15.6e12 / 3.8e25 - 1) < 0.05
 
 
 def test_planner_memory_equals_published_formulas():
     """ZeRO (arXiv:1910.02054, figure 1): 7.5B parameters, 64 ranks. Korthikanti (2205.05198): 34 s
     b h without two dropout masks (2), flash's lse for 5 a s; compiled, outputs of two norms (4) and
     of the nonlinearity (8) are recomputed."""
-    got = [round(sum(planner.state_bytes(7.5e9, 64, zero)) / 1e9, 1) for zero in range(4)]
+    got = [round(sum(training_plan.state_bytes(7.5e9, 64, zero)) / 1e9, 1) for zero in range(4)]
     assert got == [120.0, 31.4, 16.6, 1.9]
-    gpt, h, a = planner.SHAPES["gpt3-175b"], 12288, 96
-    assert planner.activation_bytes(gpt, "none", False) == (34 - 2) * h + 4 * a
-    assert planner.activation_bytes(gpt, "none", True) == (34 - 2 - 4 - 8) * h + 4 * a
-    assert planner.activation_bytes(gpt, "full", True) == 2 * h
+    gpt, h, a = cost_model.SHAPES["gpt3-175b"], 12288, 96
+    assert training_plan.activation_bytes(gpt, "none", False) == (34 - 2) * h + 4 * a
+    assert training_plan.activation_bytes(gpt, "none", True) == (34 - 2 - 4 - 8) * h + 4 * a
+    assert training_plan.activation_bytes(gpt, "full", True) == 2 * h
     # 32 layers' saved bytes and one recomputed; without ZeRO 3 no weights are gathered
-    shape, plan = planner.SHAPES["llama3-8b"], planner.Plan(8, micro=2, recompute="selective")
-    got = planner.memory(shape, plan, 8192, 16)
-    kept, whole = (planner.activation_bytes(shape, mode, True) for mode in ("selective", "none"))
+    shape, plan = cost_model.SHAPES["llama3-8b"], training_plan.Plan(8, micro=2, recompute="selective")
+    got = training_plan.memory(shape, plan, 8192, 16)
+    kept, whole = (training_plan.activation_bytes(shape, mode, True) for mode in ("selective", "none"))
     assert got["activations"] == 2 * 8192 * (32 * kept + 2 * whole)
-    assert got["weights"] == pytest.approx(2 * planner.parameters(shape), rel=1e-12)
+    assert got["weights"] == pytest.approx(2 * cost_model.parameters(shape), rel=1e-12)
 
 
 @pytest.mark.parametrize("p, m, v", [(4, 12, 1), (5, 3, 1), (6, 12, 2), (4, 12, 3), (8, 16, 4)])
@@ -29249,12 +29249,12 @@ def test_planner_bubbles_and_activations_in_flight_equal_the_simulated_schedules
         chunks = v if name == "interleaved" else None
         t = SC.simulate(SC.make_schedule(name, p, m, chunks))
         if m >= p:
-            assert planner.bubble(name, p, v, slot=3.0, weight=1.0) == pytest.approx(t.bubble)
-        plan = planner.Plan(pp=p, schedule=name, chunks=v)
-        got = [planner.in_flight(plan, m, last) for last in (False, True)]
+            assert training_plan.bubble(name, p, v, slot=3.0, weight=1.0) == pytest.approx(t.bubble)
+        plan = training_plan.Plan(pp=p, schedule=name, chunks=v)
+        got = [training_plan.in_flight(plan, m, last) for last in (False, True)]
         assert got == pytest.approx([t.peaks[0], t.peaks[-1]])
-    assert planner.bubble("zb-h1", 6, 1, 3.25, 0.75) == 5 * (1.0 + 1.5 - 0.75)
-    assert planner.bubble("zbv", 6, 2, 3.25, 0.75) == 5 * (1.0 + 1.5 - 2 * 0.75)
+    assert training_plan.bubble("zb-h1", 6, 1, 3.25, 0.75) == 5 * (1.0 + 1.5 - 0.75)
+    assert training_plan.bubble("zbv", 6, 2, 3.25, 0.75) == 5 * (1.0 + 1.5 - 2 * 0.75)
 
 
 def test_planner_layers_of_uneven_stages():
@@ -29267,9 +29267,9 @@ def test_planner_layers_of_uneven_stages():
         (9, 1, 1, (9, 9)),
     ):
         shape = replace(PLANNER_TINY, layers=layers)
-        assert planner.layers_per_rank(shape, planner.Plan(pp=p, chunks=v)) == want
-    plan = planner.Plan(pp=5, schedule="interleaved", chunks=2)  # embedding and head on their own
-    assert planner.find_conflict(PLANNER_TINY, plan, 8192, 20) is None
+        assert training_plan.layers_per_rank(shape, training_plan.Plan(pp=p, chunks=v)) == want
+    plan = training_plan.Plan(pp=5, schedule="interleaved", chunks=2)  # embedding and head on their own
+    assert training_plan.find_conflict(PLANNER_TINY, plan, 8192, 20) is None
 
 
 def test_planner_config_json(tmp_path):
@@ -29294,14 +29294,14 @@ def test_planner_config_json(tmp_path):
     }.items():
         path.write_text(json.dumps(planner_fields(base) | planner_fields(config)))
         for where in (path, tmp_path):
-            assert planner.load_shape(str(where)) == planner.SHAPES[name]
+            assert cost_model.load_shape(str(where)) == cost_model.SHAPES[name]
     for text, words in (
         ('{"hidden_size": 8}', "no field 'num_attention_heads'"),
         ("{", "not JSON"),
     ):
         path.write_text(text)
         with pytest.raises(ValueError, match=f"config.json: {words}"):
-            planner.load_shape(str(path))
+            cost_model.load_shape(str(path))
 
 
 # ---- pinned numbers ----
@@ -29375,9 +29375,9 @@ def test_planner_predictions_are_pinned(row):
     """Memory and time by kind, speed and utilization of plans that use every term."""
     run, numbers = row.split("\n", 1)
     model, device, seq, batch, *plan = run.split()
-    plan = planner.Plan(**planner_fields(" ".join(plan)))
-    shape, device = planner.SHAPES[model], planner.DEVICES[device]
-    got = planner.predict(shape, device, plan, int(seq), int(batch))
+    plan = training_plan.Plan(**planner_fields(" ".join(plan)))
+    shape, device = cost_model.SHAPES[model], cost_model.DEVICES[device]
+    got = training_plan.predict(shape, device, plan, int(seq), int(batch))
     *sizes, reserved = got.memory.values()
     assert reserved == 4 * 2**30 and math.isclose(sum(got.seconds.values()), got.step)
     values = [size / 2**30 for size in sizes]
@@ -29389,10 +29389,10 @@ def test_planner_predictions_are_pinned(row):
 def test_planner_whole_run_is_pinned():
     """Llama 3 (arXiv:2407.21783): 419 interruptions in 54 days on 16,384 GPUs are one per 3.1
     hours. The checkpoint interval (Young) is the best; without progress a run takes for ever."""
-    assert round(planner.GPU_HOURS_TO_FAILURE / 16384, 2) == 3.09
+    assert round(datacenter.GPU_HOURS_TO_FAILURE / 16384, 2) == 3.09
     run = PLANNER_RUNS[14]
-    got = planner.predict(run.shape, run.device, run.plan, run.seq, run.batch)
-    estimate = partial(planner.estimate_run, run.shape, run.device, got, run.seq, run.batch)
+    got = training_plan.predict(run.shape, run.device, run.plan, run.seq, run.batch)
+    estimate = partial(datacenter.estimate_run, run.shape, run.device, got, run.seq, run.batch)
     numbers = estimate(15.6e12)
     want = """tokens=15600000000000.0 flops=3.93737e+25 days=123.614 mwh=34085.7
         mtbf_hours=6.18616 checkpoint_bytes=4870240000000.0 checkpoint_seconds=4.87024
@@ -29403,8 +29403,8 @@ def test_planner_whole_run_is_pinned():
     assert slow == pytest.approx(12 * 405_853_388_800 / 1e7 / 8192)
     never = estimate(1e12, storage=1e2)
     assert never["goodput"] == 0 and never["days"] == INF
-    best = planner.checkpoint_interval(60, 10800)
-    share = lambda interval: planner.goodput(60, 10800, interval, restart=300)
+    best = datacenter.checkpoint_interval(60, 10800)
+    share = lambda interval: datacenter.goodput(60, 10800, interval, restart=300)
     assert share(best) > max(share(best * 1.05), share(best / 1.05))
     assert share(1200) == pytest.approx(1 - 60 / 1200 - (600 + 300) / 10800)
 
@@ -29423,30 +29423,30 @@ def test_planner_enumeration_is_exhaustive(shape, gpus, seq, batch):
     """All valid plans with tp within a node and at least 2048 tokens per rank, each once."""
     device, want = replace(PLANNER_H100, node=4), set()
     sizes = [d for d in range(1, 17) if gpus % d == 0]
-    options = [(1, 2, 4, 8), (1, 2, 3), planner.SCHEDULES, range(1, 9), planner.RECOMPUTE]
+    options = [(1, 2, 4, 8), (1, 2, 3), training_plan.SCHEDULES, range(1, 9), training_plan.RECOMPUTE]
     for dp, tp, cp, pp, ep in itertools.product(sizes, repeat=5):
         if dp * tp * cp * pp == gpus and tp <= 4 and (cp == 1 or seq // cp >= 2048):
             for micro, zero, schedule, v, recompute in itertools.product(*options):
-                plan = planner.Plan(dp, tp, cp, pp, ep, zero, micro, recompute, schedule, v)
-                want |= {plan} if planner.find_conflict(shape, plan, seq, batch) is None else set()
-    got = list(planner.plans(shape, device, gpus, seq, batch))
+                plan = training_plan.Plan(dp, tp, cp, pp, ep, zero, micro, recompute, schedule, v)
+                want |= {plan} if training_plan.find_conflict(shape, plan, seq, batch) is None else set()
+    got = list(training_plan.plans(shape, device, gpus, seq, batch))
     assert len(got) == len(set(got)) > 100 and set(got) == want
     fixed = dict(tp=2, schedule="1f1b", fp8=True)
-    got = set(planner.plans(shape, device, gpus, seq, batch, **fixed))
+    got = set(training_plan.plans(shape, device, gpus, seq, batch, **fixed))
     assert got == {replace(p, fp8=True) for p in want if p.tp == 2 and p.schedule == "1f1b"}
 
 
 def test_planner_ranks_all_plans_that_fit():
     """The plans that rank_plans gives are those that fit in 90% of the memory, fastest first."""
     device, work = replace(PLANNER_H100, memory=30 * 2**30), (8192, 32)
-    got = planner.rank_plans(PLANNER_8B, device, 16, *work)
-    every = [*planner.plans(PLANNER_8B, device, 16, *work)]
-    size = lambda plan: sum(planner.memory(PLANNER_8B, plan, *work).values())
+    got = training_plan.rank_plans(PLANNER_8B, device, 16, *work)
+    every = [*training_plan.plans(PLANNER_8B, device, 16, *work)]
+    size = lambda plan: sum(training_plan.memory(PLANNER_8B, plan, *work).values())
     fits = {plan for plan in every if size(plan) <= 0.9 * device.memory}
     assert {one.plan for one in got} == fits and 0 < len(fits) < len(every)
     assert [one.step for one in got] == sorted(one.step for one in got)
-    assert got[0] == planner.predict(PLANNER_8B, device, got[0].plan, *work)
-    assert got[0].memory == planner.memory(PLANNER_8B, got[0].plan, *work)
+    assert got[0] == training_plan.predict(PLANNER_8B, device, got[0].plan, *work)
+    assert got[0].memory == training_plan.memory(PLANNER_8B, got[0].plan, *work)
     assert all(one.bytes == size(one.plan) for one in got)
 
 
@@ -29474,11 +29474,11 @@ for planner_text, planner_words in {
     "dp=4 ep=2": "ep 2.* dp 4 and 0 experts",
 }.items():
     planner_run = 8190 if "8190" in planner_words else 8192, 24
-    planner_call = partial(planner.predict, PLANNER_TINY, PLANNER_H100)
-    planner_call = partial(planner_call, planner.Plan(**planner_fields(planner_text)), *planner_run)
+    planner_call = partial(training_plan.predict, PLANNER_TINY, PLANNER_H100)
+    planner_call = partial(planner_call, training_plan.Plan(**planner_fields(planner_text)), *planner_run)
     REFUSED[f"planner: {planner_text}"] = planner_call, planner_words
 for planner_text in ("", "M", "x", "-1", "0", "nan", "inf", "1e999", "12q"):
-    planner_call = partial(planner.parse_number, planner_text)
+    planner_call = partial(cost_model.parse_number, planner_text)
     REFUSED[f"planner: number {planner_text!r}"] = planner_call, f"'{planner_text}' is not a number"
 for planner_text, planner_words in {
     "--model llama9": "--model llama9.* llama3-8b",
@@ -29504,15 +29504,15 @@ def test_planner_error_names_the_missing_memory():
     parameters on tp 8, 16 bytes each, are 94.5 + 189.0 + 567.0 GiB."""
     with pytest.raises(SystemExit) as caught:
         planner.main(["--model", "llama3-405b", "--gpus", "8"])
-    said, shape = str(caught.value), planner.SHAPES["llama3-405b"]
+    said, shape = str(caught.value), cost_model.SHAPES["llama3-405b"]
     assert said.startswith("planner.py: no plan fits") and "\n" not in said
     assert ": weights 94.5, gradients 189.0, optimizer 567.0, " in said
     need, kinds, short = re.search(
         r"needs (\S+) of 72.0 .*80.0\): (.*); short by (\S+) ", said
     ).groups()
     sizes = [float(kind.split()[-1]) for kind in kinds.split(", ")]
-    every = planner.plans(shape, PLANNER_H100, 8, 8192, 512)
-    least, plan = min((sum(planner.memory(shape, p, 8192, 512).values()), str(p)) for p in every)
+    every = training_plan.plans(shape, PLANNER_H100, 8, 8192, 512)
+    least, plan = min((sum(training_plan.memory(shape, p, 8192, 512).values()), str(p)) for p in every)
     assert f"({plan})" in said
     assert (need, short) == (f"{least / 2**30:.1f}", f"{least / 2**30 - 72:.1f}")
     assert sum(sizes) == pytest.approx(float(need), abs=0.4)
@@ -29523,9 +29523,9 @@ def test_planner_error_names_the_missing_memory():
 
 def test_planner_number_formats():
     """k, M, B and T, in either case, of 1000 or 1024."""
-    got = [planner.parse_number(text, 1024) for text in "16M 8192 4k".split()]
+    got = [cost_model.parse_number(text, 1024) for text in "16M 8192 4k".split()]
     assert got == [16 * 2**20, 8192, 4096]
-    got = [planner.parse_number(text) for text in "15.6T 4k 2B 0.5m".split()]
+    got = [cost_model.parse_number(text) for text in "15.6T 4k 2B 0.5m".split()]
     assert got == [15_600_000_000_000, 4000, 2_000_000_000, 500_000]
 
 
@@ -29534,9 +29534,9 @@ def test_planner_program_prints_what_it_predicts(capsys):
     --json; given degrees are kept."""
     line = "--model llama3-8b --gpus 16 --seq 4k --batch 1M --tp 2 --schedule 1f1b --fp8 --top 3"
     fixed = dict(tp=2, schedule="1f1b", fp8=True, compiled=True)
-    found = planner.rank_plans(PLANNER_8B, PLANNER_H100, 16, 4096, 256, **fixed)
+    found = training_plan.rank_plans(PLANNER_8B, PLANNER_H100, 16, 4096, 256, **fixed)
     best, tokens, storage = found[0], 20 * 8_030_261_248, 122e6
-    run = planner.estimate_run(PLANNER_8B, PLANNER_H100, best, 4096, 256, tokens, storage)
+    run = datacenter.estimate_run(PLANNER_8B, PLANNER_H100, best, 4096, 256, tokens, storage)
     planner.main([*line.split(), "--json"])
     plans = [asdict(one) for one in found[:3]]
     assert json.loads(capsys.readouterr().out) == dict(plans=plans, run=run)
@@ -29583,9 +29583,12 @@ def test_planner_searches_16384_gpus(capsys):
 
 
 def test_planner_alone_in_a_folder(tmp_path):
-    """planner.py runs without the other files, and without flags plans a model on one server."""
-    shutil.copy(planner.__file__, tmp_path)
-    run = [sys.executable, "-I", "-S", "planner.py"]
+    """The planner runs without torch and, without flags, plans a model on one server."""
+    at = tmp_path / "parallelism"
+    at.mkdir()
+    for module in (planner, cost_model, training_plan, datacenter):
+        shutil.copy(module.__file__, at)
+    run = [sys.executable, "-S", "-m", "parallelism.planner"]
     done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and not done.stderr
     assert done.stdout.startswith("llama3-8b, 8.0B parameters, on 8 h100: ")

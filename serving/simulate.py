@@ -268,16 +268,16 @@ def measure(engine: Any, trace: Iterable[Arrival]) -> tuple[list[tuple[int, int]
 
 
 def kv_bytes_per_token(shape: Any) -> float:
-    """Of all layers of a planner.Shape, in bf16."""
+    """Of all layers of a cost_model.Shape, in bf16."""
     mla = shape.kv_rank + shape.rope_dim
     return 2.0 * shape.layers * (mla if shape.kv_rank else 2 * shape.kv_heads * shape.head_dim)
 
 
 def cost_on_device(device: str, model: str, block_size: int) -> tuple[StepCost, int]:
-    """The cost at a GPU's peak rates (planner.py), and the KV blocks that fit: a step reads
-    all weights, a token computes with them and a key is read at full speed, and KV is swapped at
-    the network's. So it is a lower bound."""
-    from parallelism.planner import DEVICES, load_shape, parameters
+    """The cost at a GPU's peak rates (parallelism/cost_model.py), and the KV blocks that fit: a step
+    reads all weights, a token computes with them and a key is read at full speed, and KV is swapped
+    at the network's. So it is a lower bound."""
+    from parallelism.cost_model import DEVICES, load_shape, parameters
 
     if device not in DEVICES:
         raise ValueError(f"--device {device}: use one of {', '.join(DEVICES)}")
@@ -379,9 +379,9 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     add(
         "--device",
         default="h100",
-        help="GPU at whose peak rates steps run (parallelism/planner.py)",
+        help="GPU at whose peak rates steps run (parallelism/cost_model.py)",
     )
-    add("--model", default="llama3-8b", help="name or folder; with --device (parallelism/planner)")
+    add("--model", default="llama3-8b", help="with --device: name of cost_model.py, or folder")
     add("--pools", help="prefill and decode replicas; flip: they change", metavar="P:D[:flip]")
     add("--adapters", help="LoRA ranks of the clients' adapters", metavar="RANK,...[:wait]")
     add("--lend", action="store_true", help="--kv-swap to free memory of other replicas")
@@ -441,7 +441,7 @@ def make_replicas(
     args: argparse.Namespace, cost: StepCost, policy: str, **options: Any
 ) -> tuple[list[Replica], Router, Sequence[Any]]:
     """Replicas, their router, and the actors that advance together (see simulate)."""
-    from parallelism.planner import DEVICES, load_shape
+    from parallelism.cost_model import DEVICES, load_shape
 
     slo = parse_slo(args.slo)
     if args.pools:

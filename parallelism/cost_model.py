@@ -1,0 +1,278 @@
+"""Shapes of published models, GPUs, and what their matrices, bytes and links cost.
+
+    shape, device = SHAPES["llama3-8b"], DEVICES["h100"]
+    parameters(shape), model_flops(shape, seq=8192)         # FLOPs per trained token
+    ring(size, n=8, stride=1, device=device)                # seconds of an all-gather
+
+The parts that the planner's files share: training_plan.py (a training step), serving_plan.py
+(prefill and decode), datacenter.py (a run's energy, failures and network) and search.py. The
+fraction of peak that hardware reaches is one short list of constants, from published single-kernel
+measurements, the same for every model, device and plan. Needs: the standard library.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# Fractions of the datasheet's peak, the same for all models, devices, plans and published runs.
+# bf16 matmuls on H100: 600 to 780 of 989 TFLOP/s on random data, limited by power; FP8: 1,000 of
+# 1,979. The low end, as shapes are given and kernels follow each other.
+GEMM_EFFICIENCY = 0.60
+GEMM_FP8_EFFICIENCY = 0.50
+# (forward, backward) of 989 TFLOP/s: D 128, 8k tokens, H100 (arXiv:2407.08608, figures 5 and 6)
+ATTENTION_EFFICIENCY = {
+    "fa2": (0.34, 0.32),  # FlashAttention-2, torch's in 2024: 333 and 318 TFLOP/s
+    "fa3": (0.57, 0.54),  # FlashAttention-3 and cuDNN 9: 529 to 602 and 518 to 559
+}
+HBM_EFFICIENCY = 0.90  # bandwidth of elementwise kernels
+LINK_EFFICIENCY = 0.80  # nccl-tests' bus bandwidth: 360 of 450 GB/s NVLink, 40 of 50 per NIC
+COMM_SM_FRACTION = 0.15  # of the SMs run an overlapped transfer: NCCL takes 16 to 24 of 132
+KERNEL_OVERHEAD = 8e-6  # s per matmul: launch, first loads and last wave
+GIB = 2**30
+MEMORY_FRACTION = 0.9  # usable part of a device's memory; measured memory is up to a fifth more
+
+
+def require(ok: Any, message: Any) -> None:
+    if not ok:
+        raise ValueError(message)
+
+# --------------------------------------------------------------------------------------------------
+# Models and devices
+# --------------------------------------------------------------------------------------------------
+
+
+class Matrix(NamedTuple):
+    """A weight (k, n): a layer has `count` of them, a token uses `active_count`."""
+
+    k: int
+    n: int
+    count: int = 1
+    active_count: int = 1
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder-only transformer. ffn is F of dense layers; with experts, all layers except the
+    first `dense_layers` are MoE layers. kv_rank > 0: multi-head latent attention (MLA), with
+    head_dim = qk_nope_head_dim. gpt: LayerNorm, biases, two FFN matrices, learned positions."""
+
+    layers: int
+    dim: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    tied: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_ffn: int = 0
+    shared_experts: int = 0
+    dense_layers: int = 0
+    q_rank: int = 0
+    kv_rank: int = 0
+    rope_dim: int = 0
+    v_dim: int = 0
+    qk_norm: bool = False
+    gpt: bool = False
+    positions: int = 0
+
+    @property
+    def moe_layers(self) -> int:
+        return self.layers - self.dense_layers if self.experts else 0
+
+    def attention(self) -> list[Matrix]:
+        C, H, D = self.dim, self.heads, self.head_dim
+        if not self.kv_rank:
+            return [Matrix(C, H * D), *[Matrix(C, self.kv_heads * D)] * 2, Matrix(H * D, C)]
+        q = [Matrix(C, self.q_rank)] if self.q_rank else []
+        q += [Matrix(self.q_rank or C, H * (D + self.rope_dim))]
+        kv = [Matrix(C, self.kv_rank + self.rope_dim), Matrix(self.kv_rank, H * (D + self.v_dim))]
+        return [*q, *kv, Matrix(H * self.v_dim, C)]
+
+    def feed_forward(self, moe: bool) -> list[Matrix]:
+        C, ups = self.dim, 1 if self.gpt else 2
+        if not moe:
+            return [Matrix(C, self.ffn)] * ups + [Matrix(self.ffn, C)]
+        F, counts = self.expert_ffn, [(self.experts, self.experts_per_token)]
+        counts += [(self.shared_experts,) * 2] if self.shared_experts else []
+        return [Matrix(C, self.experts)] + [
+            m for c in counts for m in [Matrix(C, F, *c)] * ups + [Matrix(F, C, *c)]
+        ]
+
+    def layer_matrices(self) -> list[tuple[int, list[Matrix]]]:
+        """[(number of layers, matrices of one layer in execution order)]"""
+        counts = ((self.layers - self.moe_layers, False), (self.moe_layers, True))
+        return [(n, self.attention() + self.feed_forward(moe)) for n, moe in counts if n]
+
+    def mean(self, size: Any) -> float:
+        """Mean over layers of size(matrices)."""
+        return sum(n * size(matrices) for n, matrices in self.layer_matrices()) / self.layers
+
+
+@cache
+def parameters(shape: Shape, active: bool = False) -> int:
+    """Number of parameters, or of those active per token."""
+    s, C = shape, shape.dim
+    per = lambda m: m.k * m.n * (m.active_count if active else m.count) + s.gpt * m.n
+    total = sum(n * sum(per(m) for m in matrices) for n, matrices in s.layer_matrices())
+    small = (4 if s.gpt else 2) * C + s.qk_norm * 2 * s.head_dim + s.kv_rank + s.q_rank
+    total += s.layers * small + (1 + s.gpt) * C + s.positions * C
+    return total + (1 if s.tied else 2) * C * s.vocab
+
+
+@cache
+def model_flops(shape: Shape, seq: int, causal: bool = True) -> float:
+    """Training FLOPs per token: 6 per active weight without the embedding, and attention
+    6 T H (Dqk + Dv) per layer (PaLM, arXiv:2204.02311, app. B: 12 T H D), half of it if causal."""
+    weights = shape.layers * shape.mean(lambda all: sum(m.k * m.n * m.active_count for m in all))
+    scores = shape.layers * seq * score_width(shape)
+    return 6 * (weights + shape.dim * shape.vocab) + (3 if causal else 6) * scores
+
+
+@cache
+def recomputed_flops(shape: Shape, seq: int, recompute: str) -> float:
+    """FLOPs per token that recomputation adds; full: a forward pass without the head."""
+    if recompute == "full":
+        return model_flops(shape, seq) / 3 - 2 * shape.dim * shape.vocab
+    second = shape.mean(lambda all: sum(m.k * m.n * m.active_count for m in all[1::2]))
+    return 2 * shape.layers * second if recompute == "selective" else 0.0
+
+
+def score_width(shape: Shape) -> int:
+    """H (Dqk + Dv): half the forward attention FLOPs per causal pair of tokens."""
+    D, v_dim = shape.head_dim + shape.rope_dim, shape.v_dim or shape.head_dim
+    return shape.heads * (D + v_dim)
+
+
+def _moe(experts: int, active_count: int, ffn: int, **more: Any) -> dict[str, Any]:
+    return dict(experts=experts, experts_per_token=active_count, expert_ffn=ffn) | more
+
+
+_MLA = dict(q_rank=1536, kv_rank=512, rope_dim=64, v_dim=128)
+SHAPES = {  # layers, dim, heads, kv_heads, head_dim, ffn, vocab: as in their config.json
+    "llama3.2-1b": Shape(16, 2048, 32, 8, 64, 8192, 128256, tied=True),
+    "llama3-8b": Shape(32, 4096, 32, 8, 128, 14336, 128256),
+    "llama3-70b": Shape(80, 8192, 64, 8, 128, 28672, 128256),
+    "llama3-405b": Shape(126, 16384, 128, 8, 128, 53248, 128256),
+    "llama2-7b": Shape(32, 4096, 32, 32, 128, 11008, 32000),
+    "llama2-13b": Shape(40, 5120, 40, 40, 128, 13824, 32000),
+    "llama2-70b": Shape(80, 8192, 64, 8, 128, 28672, 32000),
+    "mistral-7b": Shape(32, 4096, 32, 8, 128, 14336, 32000),
+    "mixtral-8x7b": Shape(32, 4096, 32, 8, 128, 14336, 32000, **_moe(8, 2, 14336)),
+    "qwen3-30b-a3b": Shape(48, 2048, 32, 4, 128, 6144, 151936, qk_norm=True, **_moe(128, 8, 768)),
+    "qwen3-235b-a22b": Shape(
+        94, 4096, 64, 4, 128, 12288, 151936, qk_norm=True, **_moe(128, 8, 1536)
+    ),
+    "deepseek-v3": Shape(
+        61, 7168, 128, 128, 128, 18432, 129280, dense_layers=3, **_MLA,
+        **_moe(256, 8, 2048, shared_experts=1),
+    ),
+    "gpt3-175b": Shape(
+        96, 12288, 96, 96, 128, 49152, 50257, tied=True, gpt=True, positions=2048
+    ),
+}  # fmt: skip
+
+
+def load_shape(name: str) -> Shape:
+    """A model of SHAPES, or a Hugging Face config.json, or the folder with one."""
+    if name in SHAPES:
+        return SHAPES[name]
+    path = Path(name)
+    path = path / "config.json" if path.is_dir() else path
+    require(path.is_file(), f"--model {name} is no file, nor one of {', '.join(SHAPES)}")
+    try:
+        config = json.loads(path.read_text())
+    except json.JSONDecodeError as e:
+        raise ValueError(f"{path}: not JSON ({e})") from None
+    get = lambda *keys, default=0: next((config[k] for k in keys if config.get(k)), default)
+    try:
+        dim, heads, ffn = (
+            config[k] for k in ("hidden_size", "num_attention_heads", "intermediate_size")
+        )
+        shape = Shape(config["num_hidden_layers"], dim, heads, heads, 0, ffn, config["vocab_size"])
+    except (KeyError, TypeError) as e:
+        raise ValueError(f"{path}: no field {e}; is it a decoder's config.json?") from None
+    experts = get("num_local_experts", "num_experts", "n_routed_experts")
+    return replace(
+        shape, tied=bool(get("tie_word_embeddings")), experts=experts,
+        kv_heads=get("num_key_value_heads", default=heads),
+        head_dim=get("qk_nope_head_dim", "head_dim", default=dim // heads),
+        experts_per_token=get("num_experts_per_tok") if experts else 0,
+        expert_ffn=get("moe_intermediate_size", default=ffn) if experts else 0,
+        shared_experts=get("n_shared_experts"), dense_layers=get("first_k_dense_replace"),
+        q_rank=get("q_lora_rank"), kv_rank=get("kv_lora_rank"), rope_dim=get("qk_rope_head_dim"),
+        v_dim=get("v_head_dim"), qk_norm=str(get("model_type")).startswith("qwen3"),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU and its share of a server. Rates per second, links per direction and GPU."""
+
+    bf16: float  # dense FLOP/s
+    fp8: float  # bf16's where there is none
+    memory: float  # bytes
+    hbm: float  # bytes/s
+    nvlink: float  # bytes/s
+    watts: float  # maximum power of the server, per GPU
+    node: int = 8  # GPUs in one NVLink domain
+    network: float = 50e9  # bytes/s: 400 Gb/s
+    alpha: tuple[float, float] = (2e-6, 5e-6)  # latency in s, within and between nodes
+
+
+# NVIDIA's datasheets (dense rates); watts: DGX A100 6.5 kW, H100 and H200 10.2, B200 14.3, GB200
+# NVL72 120 kW; PCIe: 8 cards of 350 W and the rest of an A100's server.
+DEVICES = {
+    "a100-40gb": Device(312e12, 312e12, 40 * GIB, 1.555e12, 300e9, 812, network=25e9),
+    "a100-80gb": Device(312e12, 312e12, 80 * GIB, 2.039e12, 300e9, 812, network=25e9),
+    "h100": Device(989e12, 1979e12, 80 * GIB, 3.35e12, 450e9, 1275),
+    "h100-pcie": Device(756e12, 1513e12, 80 * GIB, 2.0e12, 300e9, 762, node=2),
+    "h200": Device(989e12, 1979e12, 141e9, 4.8e12, 450e9, 1275),
+    "b200": Device(2250e12, 4500e12, 180e9, 8e12, 900e9, 1788),
+    "gb200-nvl72": Device(2500e12, 5000e12, 186e9, 8e12, 900e9, 1667, node=72),
+}
+
+# --------------------------------------------------------------------------------------------------
+# Collectives
+# --------------------------------------------------------------------------------------------------
+
+
+def ring(size: float, n: int, stride: int, device: Device, calls: int = 1) -> float:
+    """Seconds of `calls` all-gathers or reduce-scatters of `size` unsharded bytes in total over n
+    ranks with stride `stride`: n - 1 steps of size / n bytes (Thakur et al., 2005, 4.1). Between
+    nodes, rings use the NICs of all members in a node."""
+    if n == 1 or size == 0:
+        return 0.0
+    near = min(n, max(1, device.node // stride))
+    wire = device.nvlink if near == n else min(device.nvlink, near * device.network)
+    return (n - 1) * (calls * device.alpha[near < n] + size / n / (LINK_EFFICIENCY * wire))
+
+
+def all_to_all(size: float, n: int, stride: int, device: Device) -> float:
+    """Seconds of an all-to-all of size / n bytes per pair of n ranks, over NVLink in a node."""
+    if n == 1:
+        return 0.0
+    near = min(n, max(1, device.node // stride))
+    inside, outside = (near - 1) / n / device.nvlink, (n - near) / n / device.network
+    return (n - 1) * device.alpha[near < n] + size * max(inside, outside) / LINK_EFFICIENCY
+
+
+def exposed_seconds(transfer: float, work: float) -> float:
+    """Seconds that a transfer adds to the compute that it overlaps with."""
+    return max(0.0, transfer - work) + COMM_SM_FRACTION * min(transfer, work)
+
+def parse_number(text: str, base: int = 1000) -> int:
+    """ "16M" -> 16 base^2; k, M, B and T."""
+    power = "kmbt".find(text[-1:].lower()) + 1
+    try:
+        value = float(text[:-1] if power else text) * base**power
+    except ValueError:
+        value = 0.0
+    require(1 <= value < math.inf, f"{text!r} is not a number such as 8192, 16M or 15.6T")
+    return round(value)
