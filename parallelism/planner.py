@@ -38,7 +38,8 @@ SIZES = ("dp", "tp", "cp", "pp", "ep", "zero", "micro", "chunks")
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """The program's flags."""
-    parser = argparse.ArgumentParser("python -m parallelism.planner", description=__doc__.split("\n")[0])
+    about = __doc__.split("\n")[0]
+    parser = argparse.ArgumentParser("python -m parallelism.planner", description=about)
     add = parser.add_argument
     add("--model", default="llama3-8b", help=f"{', '.join(SHAPES)}, or a config.json")
     add("--gpus", default="8")
