@@ -19262,6 +19262,8 @@ def test_gemm_weight_only_compiles_to_one_graph(M, group, one_sm):
     assert torch.equal(got, step(x))
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(X._weight_only_op, (x, *weight, None, 0), test_utils=checks)
+    args = X.permute_for_gemv(x[:1], 4 if group else 8), *weight, None, 0, x.dtype
+    torch.library.opcheck(X._gemv_op, args, test_utils=checks)
 
 
 def test_gemm_n_splits_depends_on_the_shape():

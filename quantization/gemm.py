@@ -31,7 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -67,7 +67,8 @@ def _check(condition: bool, message: str) -> None:
 
 @jit
 def _gemv_kernel(
-    x_ptr, q_ptr, scales_ptr, zeros_ptr, bias_ptr,  # (K,), (N, words) int32, (N, G) both, (N,)
+    x_ptr,  # (values of a word, words)
+    q_ptr, scales_ptr, zeros_ptr, bias_ptr,  # (N, words) int32, (N, G) both, (N,)
     y_ptr,  # (SPLITS, N)
     N, G, chunks, words, chunks_per_split,
     BITS: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -75,11 +76,12 @@ def _gemv_kernel(
 ):  # fmt: skip
     """y[n] = sum_g scale[n, g] sum_(k in g) x[k] (q[n, k] - zero[n, g]). Grid (tiles of N, SPLITS).
 
-    Each thread loads a chunk, 16 bytes of a row; loads of neighbouring threads coalesce. Values are
-    masked in place in each half of a 32-bit word, not shifted: value i is scaled by 2^(BITS * i),
-    and x is divided by that. The zero point is subtracted from the sum: sum x q - zero * sum x,
-    where sum x is shared by all rows. Rows are unrolled so that every tile has the shape
-    (BLOCK_C, 4) and the same layout: x is loaded once for all rows, by the threads that need it.
+    Each thread loads a chunk, 16 bytes of a row, and x in the order of `permute_for_gemv`: loads of
+    neighbouring threads coalesce. Values are masked in place in each half of a 32-bit word, not
+    shifted: value i is scaled by 2^(BITS * i), and x is divided by that. The zero point is
+    subtracted from the sum: sum x q - zero * sum x, where sum x is shared by all rows. Rows are
+    unrolled so that every tile has the shape (BLOCK_C, 4) and the same layout: x is loaded once for
+    all rows, by the threads that need it.
     """
     PER_HALF: tl.constexpr = 16 // BITS  # values in half a word
     PER_CHUNK: tl.constexpr = 128 // BITS
@@ -100,8 +102,8 @@ def _gemv_kernel(
             qs = qs + (q,)
         for half in tl.static_range(2):
             for i in tl.static_range(PER_HALF):
-                k = at * (2 * PER_HALF) + half * PER_HALF + i
-                x = tl.load(x_ptr + k, mask=mask, other=0.0).to(tl.float32)
+                x_ptrs = x_ptr + (half * PER_HALF + i) * words + at
+                x = tl.load(x_ptrs, mask=mask, other=0.0)
                 sum_x += x
                 x = x * (1 / (1 << (BITS * i)))
                 sums = ()
@@ -234,68 +236,98 @@ def _n_splits(tiles: int, steps: int, processors: int) -> int:
     return 1 << (max(1, limit).bit_length() - 1)
 
 
-def _launch_weight_only(
+def permute_for_gemv(x: Tensor, bits: int) -> Tensor:
+    """x (1, K) -> fp32 (values of a 32-bit word, words): [i, w] = x[0, w * values + i]. Outside the
+    custom op, so that torch.compile fuses it with the operation that computes x."""
+    by_word = x.view(-1, 32 // bits).t()
+    return torch.empty(by_word.shape, device=x.device).copy_(by_word)
+
+
+def _launch_gemv(
+    x: Tensor, qweight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None,
+    n_splits: int, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """Launch the GEMV of an x from permute_for_gemv. Choices depend on shapes alone, for CUDA
+    graph capture."""
+    (N, G), words, bits = scales.shape, x.shape[1], 32 // x.shape[0]
+    processors = _processors(x.device.index)
+    if qweight.data_ptr() % 16:
+        qweight = qweight.clone()
+    BLOCK_N, BLOCK_C, warps = GEMV_CONFIGS[bits]
+    while BLOCK_N > 1 and -(-N // BLOCK_N) < 2 * processors:  # smaller tiles first
+        BLOCK_N //= 2
+    chunks = words // 4
+    if chunks % BLOCK_C == BLOCK_C // 2 or chunks < BLOCK_C:
+        BLOCK_C, warps = BLOCK_C // 2, warps // 2
+    if chunks % BLOCK_C:  # masks use registers
+        BLOCK_N = max(1, BLOCK_N // 2)
+    tiles, steps = -(-N // BLOCK_N), -(-chunks // BLOCK_C)
+    n_splits = n_splits or _n_splits(tiles, steps, processors)
+    y = torch.empty((1, N), dtype=dtype, device=x.device)
+    parts = y if n_splits == 1 else torch.empty((n_splits, 1, N), device=x.device)
+    _gemv_kernel[tiles, n_splits](
+        x, qweight.view(torch.int32), scales, zeros, bias, parts, N, G, chunks, words,
+        -(-steps // n_splits) * BLOCK_C, BITS=bits, GROUP=words * 32 // bits // G,
+        EVEN=chunks % BLOCK_C == 0, BLOCK_N=BLOCK_N, BLOCK_C=BLOCK_C, num_warps=warps,
+    )  # fmt: skip
+    return _reduce_splits(parts, y)
+
+
+def _launch_skinny_gemm(
     x: Tensor, qweight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None,
     n_splits: int,
 ) -> Tensor:  # fmt: skip
-    """Launch the kernels. All choices depend on shapes alone, for CUDA graph capture."""
+    """The same for x (M, K)."""
     (M, K), (N, G), bits = x.shape, scales.shape, 8 if zeros is None else 4
-    processors = _processors(x.device.index)
-    use_gemv = M == 1 and K % (128 // bits) == 0 and qweight.data_ptr() % 16 == 0
-    if use_gemv:
-        BLOCK_N, BLOCK_C, warps = GEMV_CONFIGS[bits]
-        while BLOCK_N > 1 and -(-N // BLOCK_N) < 2 * processors:  # smaller tiles first
-            BLOCK_N //= 2
-        words, chunks = K * bits // 32, K * bits // 128
-        if chunks % BLOCK_C == BLOCK_C // 2 or chunks < BLOCK_C:
-            BLOCK_C, warps = BLOCK_C // 2, warps // 2
-        if chunks % BLOCK_C:  # masks use registers
-            BLOCK_N = max(1, BLOCK_N // 2)
-        m_tiles, tiles = 1, -(-N // BLOCK_N)
-        steps, unit = -(-chunks // BLOCK_C), BLOCK_C
-    else:
-        max_rows = min((n for n in (16, 32) if M <= n), default=64)
-        BLOCK_M, BLOCK_N, columns, warps, stages = SKINNY_GEMM_CONFIGS[bits][max_rows]
-        group = columns if bits == 8 else K // G
-        if x.element_size() == 4:
-            BLOCK_M, BLOCK_N, stages = 16, 32, 2
-        columns = max(columns, group)
-        m_tiles, tiles = -(-M // BLOCK_M), -(-N // BLOCK_N)
-        steps, unit = -(-K // columns), columns // group  # groups per step
-    n_splits = n_splits or _n_splits(tiles * m_tiles, steps, processors)
-    per_split = -(-steps // n_splits) * unit
+    max_rows = min((n for n in (16, 32) if M <= n), default=64)
+    BLOCK_M, BLOCK_N, columns, warps, stages = SKINNY_GEMM_CONFIGS[bits][max_rows]
+    group = columns if bits == 8 else K // G
+    if x.element_size() == 4:
+        BLOCK_M, BLOCK_N, stages = 16, 32, 2
+    columns = max(columns, group)
+    m_tiles, tiles = -(-M // BLOCK_M), -(-N // BLOCK_N)
+    steps, unit = -(-K // columns), columns // group  # groups per step
+    n_splits = n_splits or _n_splits(tiles * m_tiles, steps, _processors(x.device.index))
     y = torch.empty((M, N), dtype=x.dtype, device=x.device)
     parts = y if n_splits == 1 else torch.empty((n_splits, M, N), device=x.device)
-    tensors = qweight, scales, zeros, bias, parts
-    if use_gemv:
-        _gemv_kernel[tiles, n_splits](
-            x, qweight.view(torch.int32), *tensors[1:], N, G, chunks, words, per_split, BITS=bits,
-            GROUP=K // G, EVEN=chunks % BLOCK_C == 0, BLOCK_N=BLOCK_N, BLOCK_C=BLOCK_C,
-            num_warps=warps,
-        )  # fmt: skip
-    else:
-        _skinny_gemm_kernel[tiles, n_splits, m_tiles](
-            x, *tensors, M, N, K, G, per_split, BITS=bits, GROUP=group, GROUPS=unit,
-            EVEN=K % columns == 0, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, num_warps=warps,
-            num_stages=stages,
-        )  # fmt: skip
-    if n_splits > 1:
-        _reduce_splits_kernel[(-(-M * N // 1024),)](parts, y, M * N, SPLITS=n_splits, BLOCK=1024)
+    _skinny_gemm_kernel[tiles, n_splits, m_tiles](
+        x, qweight, scales, zeros, bias, parts, M, N, K, G, -(-steps // n_splits) * unit,
+        BITS=bits, GROUP=group, GROUPS=unit, EVEN=K % columns == 0, BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return _reduce_splits(parts, y)
+
+
+def _reduce_splits(parts: Tensor, y: Tensor) -> Tensor:
+    """y = the sum of parts (SPLITS, M, N), unless it is y that the kernel has written."""
+    if parts is not y:
+        grid = (-(-y.numel() // 1024),)
+        _reduce_splits_kernel[grid](parts, y, y.numel(), SPLITS=len(parts), BLOCK=1024)
     return y
 
 
-@torch.library.custom_op(
-    "sheaf::weight_only_matmul",
-    mutates_args=(),
-    schema="(Tensor x, Tensor qweight, Tensor scales, Tensor? zeros, Tensor? bias, int n_splits) "
-    "-> Tensor",
-)
+# Opaque ops for torch.compile, which would otherwise trace into the kernels' launches
+_ARGUMENTS = "(Tensor x, Tensor qweight, Tensor scales, Tensor? zeros, Tensor? bias, int n_splits"
+_op = partial(torch.library.custom_op, mutates_args=())
+
+
+@_op("sheaf::weight_only_gemv", schema=f"{_ARGUMENTS}, ScalarType dtype) -> Tensor")
+def _gemv_op(x, qweight, scales, zeros, bias, n_splits, dtype):
+    with torch.cuda.device_of(x):
+        return _launch_gemv(x, qweight, scales, zeros, bias, n_splits, dtype)
+
+
+@_gemv_op.register_fake
+def _(x, qweight, scales, zeros, bias, n_splits, dtype):
+    return x.new_empty((1, qweight.shape[0]), dtype=dtype)
+
+
+@_op("sheaf::weight_only_matmul", schema=f"{_ARGUMENTS}) -> Tensor")
 def _weight_only_op(x, qweight, scales, zeros, bias, n_splits):
-    """One opaque op for torch.compile, which would otherwise trace into the kernel launch."""
     if not _can_use_triton(x):
         return weight_only_reference(x, qweight, scales, zeros, bias)
     with torch.cuda.device_of(x):
-        return _launch_weight_only(x, qweight, scales, zeros, bias, n_splits)
+        return _launch_skinny_gemm(x, qweight, scales, zeros, bias, n_splits)
 
 
 @_weight_only_op.register_fake
@@ -339,7 +371,11 @@ def weight_only_matmul(
     tensors = (t if t is None else t.contiguous() for t in tensors)
     if len(rows) == 0:
         return x.new_empty(*x.shape[:-1], N)
-    y = _weight_only_op(rows, *tensors, n_splits or 0)
+    bits = 8 if zeros is None else 4
+    if len(rows) == 1 and K % (128 // bits) == 0 and _can_use_triton(x):
+        y = _gemv_op(permute_for_gemv(rows, bits), *tensors, n_splits or 0, rows.dtype)
+    else:
+        y = _weight_only_op(rows, *tensors, n_splits or 0)
     return y.to(x.dtype).view(*x.shape[:-1], N)
 
 
