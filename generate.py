@@ -151,6 +151,42 @@ def prefill(
     return model.head(last)
 
 
+class RunAhead:
+    """A compiled step on a GPU, launched before the tokens of the step before it are read, so that
+    the GPU does not wait for the host. A step too many at the end writes a cache slot that nothing
+    reads."""
+
+    def __init__(self, step: Callable[[], Any], token: Tensor):
+        """token: where step leaves its tokens, the input of the next."""
+        self.step, self.token, self.launched, self.read = step, token, 0, 0
+        options = dict(device="cpu", pin_memory=token.is_cuda)
+        self.copies = [torch.empty_like(token, **options) for _ in range(2)]
+        self.events = [torch.cuda.Event() for _ in range(2)] if token.is_cuda else []
+
+    def launch(self) -> None:
+        """Run a step on the GPU and copy its tokens to the host."""
+        self.step()
+        i, self.launched = self.launched % 2, self.launched + 1
+        self.copies[i].copy_(self.token, non_blocking=True)
+        if self.events:
+            self.events[i].record()
+
+    def next(self, has_slot: bool) -> list[list[int]]:
+        """The tokens of the next step. has_slot: the cache has room for one step more."""
+        if self.launched == self.read:
+            self.launch()
+        if has_slot:
+            self.launch()
+        i, self.read = self.read % 2, self.read + 1
+        if self.events:
+            self.events[i].synchronize()
+        return self.copies[i].tolist()
+
+    def reset(self) -> None:
+        """Forget steps whose tokens were not read."""
+        self.read = self.launched
+
+
 class Decoder:
     """B continuations of one prompt in lockstep: KV cache, sampler and decode step.
 
@@ -193,6 +229,7 @@ class Decoder:
         # a drafting.Speculator or an early_exit.ExitSteps, which then runs the steps
         self.speculator: Any = None
         self.broadcast: Callable[[Tensor], Any] | None = None  # from rank 0, with --ep
+        self.max_len, self.ahead = max_len, None  # a RunAhead of `run`
         self.prefill = prefill
         self.run = self._compile() if compiled else lambda: self._step(self.num_cached + 1)
 
@@ -200,6 +237,8 @@ class Decoder:
         """Prefill the prompt `ids`, of which the first `cached` are in the cache already; returns
         the first new token of every row."""
         self.num_cached = cached
+        if self.ahead is not None:
+            self.ahead.reset()
         prompt = torch.tensor([ids[cached:]], device=self.token.device)
         kwargs = {} if self.speculator is None else {"observe": self.speculator.observe}
         logits = self.prefill(self.model, prompt, self.cache, cached, self.attention, **kwargs)
@@ -216,9 +255,13 @@ class Decoder:
         """The next tokens of every row: one, or with a speculator one or more."""
         if self.speculator is not None:
             return self.check_finite(self.speculator.next())
-        self.run()
+        if self.ahead is not None:
+            tokens = self.ahead.next(self.num_cached + 1 < self.max_len)
+        else:
+            self.run()
+            tokens = self._tokens()
         self.num_cached += 1  # only after the whole step: Ctrl-C may interrupt it anywhere
-        return self.check_finite(self._tokens())
+        return self.check_finite(tokens)
 
     def finish_step(self, logits: Tensor) -> list[list[int]]:
         """The next tokens of every row, from the logits (B, V) of a step that the caller ran."""
@@ -476,7 +519,16 @@ def build_decoder(
         drafting.jump_forced_tokens(decoder, lookahead)
     if args.early_exit is not None:
         decoder.speculator = build_early_exit(args, decoder, tokenizer)
+    if can_run_ahead(args, decoder):
+        decoder.ahead = RunAhead(decoder.run, decoder.token)
     return decoder
+
+
+def can_run_ahead(args: GenerateConfig, decoder: Decoder) -> bool:
+    """Whether a step needs nothing from the host, and its KV is not kept for another prompt."""
+    on_host = decoder.speculator is not None or decoder.broadcast is not None
+    kept = args.interactive or args.kv_store is not None or args.logprobs is not None
+    return args.compile and decoder.token.is_cuda and args.mesh is None and not on_host | kept
 
 
 def budgeted_cache(

@@ -30079,6 +30079,22 @@ def test_generate_compiled_decode_equals_eager(kind):
         assert [new_tokens(compiled, p, 30) for p in prompts] == expected
 
 
+@pytest.mark.parametrize("max_len", [40, 64])
+def test_generate_steps_run_ahead_give_the_same_tokens(max_len):
+    """Steps launched before the last tokens were read == one at a time, up to the cache's end and
+    for the next prompts too, with penalties; one step more is run, or none where no slot is left."""
+    model, params = random_model(tiny(), std=0.05), P.SamplingParams(0.9, presence_penalty=0.5, seed=3)
+    plain, ahead = (G.Decoder(model, max_len, params, batch=2) for _ in range(2))
+    counts = []
+    ahead.ahead = G.RunAhead(lambda: (counts.append(1), ahead._step()), ahead.token)
+    for length in (10, 7, 20):
+        prompt = random_tokens(tiny(), length, seed=length).tolist()
+        new = max_len - length + 1 if length == 10 else 12
+        counts.clear()
+        assert spec_run(ahead, prompt, new) == spec_run(plain, prompt, new)
+        assert len(counts) == new - (length == 10)
+
+
 def test_generate_bytes_per_step_count_what_is_read():
     """Bytes of a step: the linears' weights, one embedding row per row and the used cache slots; a
     tied embedding as the head; of the experts the share that is routed to; MTP layers not."""
