@@ -238,6 +238,12 @@ DEVICES = {
     "gb200-nvl72": Device(2500e12, 5000e12, 186e9, 8e12, 900e9, 1667, node=72),
 }
 
+
+def load_device(name: str) -> Device:
+    """A GPU of DEVICES."""
+    require(name in DEVICES, f"--device {name} is unknown; use one of {', '.join(DEVICES)}")
+    return DEVICES[name]
+
 # --------------------------------------------------------------------------------------------------
 # Collectives
 # --------------------------------------------------------------------------------------------------

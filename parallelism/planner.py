@@ -6,7 +6,10 @@ The program alone; the formulas lie beside it, by topic:
 
     cost_model.py       models, GPUs, FLOPs, collectives
     training_plan.py    memory and time of a training step, the ranking of layouts
-    datacenter.py       a run: days, energy, failures
+    datacenter.py       a run and a site (--site): days, energy, failures, servers per row
+    network_topology.py Clos, rail-optimized, rail-only and HPN networks
+    scaling_laws.py     Kaplan's and Chinchilla's laws: a budget's model and tokens
+    mixed_cluster.py    jobs on GPUs of several types (--site --mix)
 """
 
 from __future__ import annotations
@@ -19,11 +22,13 @@ import json
 import sys
 from dataclasses import asdict
 
+from parallelism import datacenter
 from parallelism.cost_model import (
     DEVICES,
     GIB,
     SHAPES,
     Device,
+    load_device,
     load_shape,
     parameters,
     parse_number,
@@ -32,12 +37,13 @@ from parallelism.cost_model import (
 from parallelism.datacenter import estimate_run
 from parallelism.training_plan import RECOMPUTE, SCHEDULES, Prediction, rank_plans
 
-TOPICS = {}  # flag: module of its formulas, with add_flags(parser) and report(args) -> str
+# flag: module of its formulas, with add_flags(parser) and report(args) -> str
+TOPICS = {"site": datacenter}
 SIZES = ("dp", "tp", "cp", "pp", "ep", "zero", "micro", "chunks")
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """The program's flags."""
+    """The program's flags, and topic_of: the given flags that belong to a topic -> its flag."""
     about = __doc__.split("\n")[0]
     parser = argparse.ArgumentParser("python -m parallelism.planner", description=about)
     add = parser.add_argument
@@ -56,16 +62,21 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         add(f"--{name}", type=int, help="fix this field; default: search")
     add("--recompute", choices=RECOMPUTE)
     add("--schedule", choices=SCHEDULES)
-    for topic in TOPICS.values():
+    defaults, topic_of = vars(parser.parse_args([])), {}
+    for flag, topic in TOPICS.items():
         topic.add_flags(parser)
-    return parser.parse_args(argv)
+        more = vars(parser.parse_args([]))
+        topic_of |= dict.fromkeys(more.keys() - defaults.keys(), flag)
+        defaults = more
+    args = parser.parse_args(argv)
+    changed = {name for name, value in vars(args).items() if value != defaults[name]}
+    args.topic_of = {name: flag for name, flag in topic_of.items() if name in changed}
+    return args
 
 
 def plan_report(args: argparse.Namespace) -> str:
     """The program's output for one model."""
-    ok = args.device in DEVICES
-    require(ok, f"--device {args.device} is unknown; use one of {', '.join(DEVICES)}")
-    shape, device = load_shape(args.model), DEVICES[args.device]
+    shape, device = load_shape(args.model), load_device(args.device)
     gpus, top, storage = parse_number(args.gpus), parse_number(args.top), parse_number(args.storage)
     seq, size = parse_number(args.seq, 1024), parse_number(args.batch, 1024)
     batch, node = size // seq, device.node
@@ -117,7 +128,7 @@ def details(device: Device, got: Prediction, run: dict[str, float]) -> str:
         f"{got.tokens_per_second:,.1f} tokens/s/GPU; MFU {got.mfu:.1%} of bf16's peak, "
         f"{got.hfu:.1%} with recomputation (HFU)",
         f"{run['tokens'] / 1e12:.3g}T tokens, {run['flops']:.3g} FLOPs: {run['days']:.1f} days, "
-        f"{run['mwh']:,.0f} MWh",
+        f"{run['mwh']:,.0f} MWh at most (servers at their maximum power)",
         f"mean time between failures {run['mtbf_hours']:.1f} h; a checkpoint of "
         f"{run['checkpoint_bytes'] / 1e12:.3g} TB takes {run['checkpoint_seconds']:.1f} s, best "
         f"every {run['checkpoint_interval'] / 60:.1f} min; goodput {run['goodput']:.1%}",
@@ -126,9 +137,12 @@ def details(device: Device, got: Prediction, run: dict[str, float]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    report = next((t.report for flag, t in TOPICS.items() if getattr(args, flag)), plan_report)
+    topics = [flag for flag in TOPICS if getattr(args, flag)]
     try:
-        print(report(args))
+        for name, flag in sorted(args.topic_of.items()):
+            require(flag in topics, f"--{name.replace('_', '-')} requires --{flag}")
+        require(len(topics) < 2, f"--{' cannot be combined with --'.join(topics)}")
+        print((TOPICS[topics[0]].report if topics else plan_report)(args))
     except ValueError as e:
         sys.exit(f"planner.py: {e}")
 
