@@ -132,6 +132,7 @@ import paged_kv as P
 import parallel
 from parallelism import pipeline as PL
 from parallelism import cost_model, datacenter, mixed_cluster, network_topology, planner
+from parallelism import einsum_model as EM, kernel_model as KM, l2_residency as L2R
 from parallelism import scaling_laws, training_plan
 import quantize as Q
 from parallelism import quantized_collectives as QC
@@ -29640,8 +29641,8 @@ def test_planner_alone_in_a_folder(tmp_path):
     """The planner runs without torch and, without flags, plans a model on one server."""
     at = tmp_path / "parallelism"
     at.mkdir()
-    site = datacenter, mixed_cluster, network_topology, scaling_laws
-    for module in (planner, cost_model, training_plan, *site):
+    parts = mixed_cluster, network_topology, scaling_laws
+    for module in (planner, cost_model, training_plan, *parts, *planner.TOPICS.values()):
         shutil.copy(module.__file__, at)
     run = [sys.executable, "-S", "-m", "parallelism.planner"]
     done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True)
@@ -30081,6 +30082,429 @@ def test_site_program_places_jobs_on_a_mixed_cluster(capsys):
     out = capsys.readouterr().out.split("\n")
     assert out[1].split()[:3] == ["llama3-8b", "4", "h100"] and first["plan"] in out[1]
     assert f"{second['tuned']:,.0f}" in out[2] and "no cell" in out[3]
+# ---- one kernel: waves, L2, orders of contraction, tiles, pins ----
+
+KERNEL_V100 = replace(PLANNER_H100, bf16=125e12, hbm=900e9)  # NVIDIA's guides: 138.9 FLOPs per byte
+KERNEL_A100, KERNEL_A100_L2 = cost_model.DEVICES["a100-40gb"], KM.PROCESSORS["a100-40gb"]
+
+
+def test_planner_kernel_numbers_of_the_articles():
+    """NVIDIA, "Matrix Multiplication Background" and "GPU Performance Background" (V100); He, "What
+    Shapes Do Matrix Multiplications Like?" and "Making Deep Learning Go Brrrr" (A100); Modal's GPU
+    Glossary, "Occupancy"; GPU Puzzles, 14; Triton's tutorial 03; opt_einsum, "The Optimal Path"."""
+    matmul = ("mk", "kn"), "mn"
+    ratio = lambda n: KERNEL_V100.bf16 / KERNEL_V100.hbm / n
+    assert ratio(138.9) == pytest.approx(1, abs=1e-3)
+    for m, n, k, intensity, name in (
+        (8192, 128, 8192, 124.1, "bandwidth"), (8192, 8192, 8192, 2730, "compute"),
+        (512, 4096, 1024, 315, "compute"), (1, 4096, 1024, 1, "bandwidth"),
+    ):  # fmt: skip
+        sizes = dict(m=m, n=n, k=k)
+        flops, size = (f(*matmul, sizes) for f in (EM.einsum_flops, EM.einsum_bytes))
+        assert flops / size == pytest.approx(intensity, rel=2e-3)
+        assert KM.regime(flops, size, KERNEL_V100, 0)[0] == name
+    # 8 SMs, 12 blocks: at most 75%. 256 x 256 in tiles of 128 x 128: 4, and 6 with a 257th row
+    assert KM.wave_efficiency(12, 8) == 0.75
+    assert 257 * 256 / KM.tile_efficiency(257, 256, 128, 128) == 6 * 128 * 128
+    waves = []
+    for n, tiles in ((1792, 98), (1793, 120)):
+        line = f"--kernel {n},{n},{n} --tile 256,128,32 --device a100-40gb --json"
+        got = json.loads(KM.report(planner.parse_args(line.split())))
+        assert (got["tiles"], got["slots"]) == (tiles, 108)
+        assert got["tile_efficiency"] == n * n / (tiles * 256 * 128)
+        waves.append(tiles / got["wave_efficiency"] / 108)
+    assert waves == [1, 2]
+    # a tensor times 2 in fp32: about 100 operations; 312 TFLOP/s over 32 million Python additions
+    unary = replace(KERNEL_A100, bf16=19.5e12, hbm=1.5e12)
+    assert [KM.regime(n * 1e9, 8e9, unary, 0)[0] for n in (100, 110)] == ["bandwidth", "compute"]
+    assert KM.regime(9.7e6, 0, KERNEL_A100, 1 / 32e6)[0] == "overhead"
+    assert KM.regime(9.8e6, 0, KERNEL_A100, 1 / 32e6)[0] == "compute"
+    # 32 threads, 8 registers, 12 KiB with CUDA's own: 19 blocks of 228 KiB
+    assert KM.occupancy(KM.PROCESSORS["h100"], 32, 8, 11 * 1024) == (19, "shared memory")
+    sizes, step = dict(m=8, n=8, k=8), [EM.Step(*matmul, matmul[0])]
+    reads = EM.tile_traffic(step, sizes, dict(m=3, n=3, k=3)) - 64
+    assert reads / 64 == 6 and EM.tile_traffic(step, sizes, dict(m=1, n=1, k=1)) / 64 == 17
+    for group, blocks in ((1, 90), (3, 54)):  # the first 9 of 9 x 9 blocks
+        trace = KM.matmul_trace(KM.tile_order(9, 9, group)[:9], 1, (9, 9, 9), (1, 1, 1))
+        assert KM.lru_misses(trace, math.inf) == 2 * blocks
+    sizes = dict(a=12, b=11, c=6, d=12)  # from the page's costs 1584, 9504 and 864
+    steps = EM.best_order(("abc", "dc", "ac"), "bd", sizes)
+    assert [set(s.operands) for s in steps] == [{"abc", "ac"}, {"bc", "dc"}]
+    assert sum(EM.einsum_flops(s.operands, s.out, sizes) for s in steps) == 3168
+
+
+KERNEL_STREAM = {  # threads: GB/s of read, scale, triad of doubles
+    "a100-80gb": {
+        3456: (85, 157, 221), 13824: (325, 581, 799), 27648: (619, 1026, 1372),
+        55296: (1122, 1577, 1659), 110592: (1769, 1732, 1759),
+    },
+    "h100-pcie": {
+        3648: (96, 183, 254), 14592: (368, 607, 821), 29184: (702, 1037, 1399),
+        58368: (1261, 1583, 1675), 102144: (1837, 1686, 1796),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KERNEL_STREAM)
+def test_planner_kernel_bandwidth_by_bytes_in_flight(name):
+    """gpu-benches, gpu-stream: bandwidth by resident threads, each with one element of every stream
+    in flight. Little's law is 0.8 to 1.33 of it: low with few threads, whose loads overlap with the
+    next ones, high where the datasheet's bandwidth is not reached."""
+    ratios = []
+    for threads, measured in KERNEL_STREAM[name].items():
+        for streams, speed in enumerate(measured, 1):
+            got = KM.bandwidth(cost_model.DEVICES[name], KM.PROCESSORS[name], 8 * streams * threads)
+            ratios.append(got / (1e9 * speed))
+    assert 0.79 < min(ratios) < 0.9 and 1.15 < max(ratios) < 1.34
+    assert statistics.geometric_mean(ratios) == pytest.approx(1, abs=0.06)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_planner_kernel_occupancy_is_the_blocks_that_fit(seed):
+    """Blocks are added to an SM until one of its resources is used up."""
+    rng, p = random.Random(seed), KM.PROCESSORS["a100-40gb"]
+    threads, registers = 32 * rng.choice((1, 2, rng.randint(1, 32))), rng.randint(8, 128)
+    shared, used, blocks = rng.choice((0, rng.randrange(160 * 1024))), [0, 0, 0, 0], 0
+    warp = -(-32 * registers // 256) * 256
+    while True:
+        used = [sum(x) for x in zip(used, (threads, 1, threads // 32 * warp, shared + 1024))]
+        if any(x > most for x, most in zip(used, (2048, 32, 65536, p.shared))):
+            break
+        blocks += 1
+    assert KM.occupancy(p, threads, registers, shared)[0] == blocks
+
+
+# ---- L2 ----
+
+
+def test_planner_kernel_tile_order_is_that_of_gemm(monkeypatch):
+    """The tiles of quantization/gemm.py's kernel, as its programs compute them, for several groups
+    of rows and a last one with fewer; every order has each tile once."""
+    if not X.INTERPRET:
+        pytest.skip("reads the programs of Triton's interpreter")
+    seen = []
+
+    def record(acc, m, n, *_):
+        seen.append((int(m.handle.data[0]) // 64, int(n.handle.data[0]) // 64))
+        return acc
+
+    monkeypatch.setattr(X, "_epilogue", record)
+    X.gemm(normal(1200, 8).float(), normal(200, 8).float())
+    assert seen == KM.tile_order(19, 4, 8)
+    for rows, columns, group in itertools.product((1, 5, 8), (1, 6), (1, 3, 8, 20)):
+        order = KM.tile_order(rows, columns, group)
+        assert sorted(order) == [*itertools.product(range(rows), range(columns))]
+    assert KM.tile_order(2, 3, 1) == [*itertools.product(range(2), range(3))]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_planner_kernel_misses_are_those_of_lru(seed):
+    """Misses by the definition, evicting the oldest block while the cache is too full; for blocks
+    of one size also by distance: as many other blocks since the last use as fit."""
+    rng = random.Random(seed)
+    size = [rng.randint(1, 9) if seed % 2 else 4 for _ in range(12)]
+    trace, capacity = [(b, size[b]) for b in rng.choices(range(12), k=150)], rng.randint(1, 50)
+    used, missed, far = {}, 0, 0
+    for now, (block, n) in enumerate(trace):
+        before = [b for b, _ in trace[:now]]
+        recent = before[::-1][: before[::-1].index(block)] if block in before else None
+        far += n * (recent is None or len(set(recent)) + 1 > capacity // 4)
+        missed += n * (block not in used)
+        used[block] = now
+        while sum(size[b] for b in used) > capacity:
+            del used[min(used, key=used.get)]
+    assert KM.lru_misses(trace, capacity) == missed
+    assert seed % 2 or missed == far
+
+
+def test_planner_kernel_order_misses():
+    """An infinite cache reads A and B once, none reads what the SMs request; merging steps of K
+    and extrapolating over tiles change regular matmuls little; grouped rows read least."""
+    mnk, tile = (300, 200, 100), (32, 64, 16)
+    misses = lambda l2, **k: KM.order_misses(mnk, tile, 6, l2, 3, **k)
+    args = planner.parse_args("--kernel 300,200,100 --tile 32,64,16".split())
+    got = KM.matmul_model(mnk, tile, args, PLANNER_H100, KM.PROCESSORS["h100"])
+    assert misses(math.inf) == got["misses"] == 2 * 100 * (300 + 200)
+    a, b = -(-200 // 64) * 300 * 100, -(-300 // 32) * 200 * 100
+    assert misses(0) == got["requested"] == 2 * (a + b)
+    mnk, tile, exact = (2048, 2048, 512), (64, 64, 32), {}
+    for l2, group in itertools.product((100_000, 1_000_000), (1, 8)):
+        trace = [*KM.matmul_trace(KM.tile_order(32, 32, group), 48, mnk, tile)]
+        exact[l2, group] = KM.lru_misses(trace, l2)
+        for limit, error in ((2**17, 0), (2**14, 0.05)):
+            got = KM.order_misses(mnk, tile, 48, l2, group, limit)
+            assert got == pytest.approx(exact[l2, group], rel=error)
+    assert all(exact[l2, 1] / exact[l2, 8] > 3 for l2 in (100_000, 1_000_000))
+
+
+# ---- einsum ----
+
+
+def einsum_case(seed):
+    """Random operands, output and sizes."""
+    rng = random.Random(seed)
+    names = "ijklm"[: rng.randint(2, 5)]
+    term = lambda: "".join(rng.sample(names, rng.randint(1, min(3, len(names)))))
+    inputs = [term() for _ in range(rng.randint(2, 5))]
+    every = sorted(set("".join(inputs)))
+    out = "".join(rng.sample(every, rng.randint(0, min(3, len(every)))))
+    return tuple(inputs), out, {i: rng.randint(2, 9) for i in names}
+
+
+def einsum_orders(terms, out, sizes):
+    """FLOPs of every order of contractions of pairs."""
+    if len(terms) == 1:
+        yield 0
+    for i, j in itertools.combinations(range(len(terms)), 2):
+        rest = [t for n, t in enumerate(terms) if n not in (i, j)]
+        pair, later = set(terms[i] + terms[j]), set(out).union(*rest)
+        new = "".join(sorted(pair & later))
+        flops = math.prod(sizes[x] for x in pair) * (2 if pair - later else 1)
+        yield from (flops + x for x in einsum_orders([*rest, new], out, sizes))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_planner_einsum_order_is_the_best_of_all(seed):
+    """The order found has the fewest FLOPs of all and computes the einsum, as in_order does."""
+    inputs, out, sizes = einsum_case(seed)
+    arrays = [np.random.default_rng(i).random([sizes[j] for j in t]) for i, t in enumerate(inputs)]
+    want = np.einsum(f"{','.join(inputs)}->{out}", *arrays)
+    for find in (EM.best_order, EM.in_order):
+        steps, pool = find(inputs, out, sizes), [*zip(inputs, arrays, itertools.repeat("given"))]
+        for step in steps:
+            loads, operands = [*step.loads], []
+            for term in step.operands:
+                kind = "given" if term in loads else "made"
+                at = next(n for n, (*_, k) in enumerate(pool) if (pool[n][0], k) == (term, kind))
+                operands.append(pool.pop(at)[1])
+                loads = loads[1:] if kind == "given" else loads
+            got = np.einsum(f"{','.join(step.operands)}->{step.out}", *operands)
+            pool.append((step.out, got, "made"))
+        np.testing.assert_allclose(got, want, rtol=1e-9)
+        total = sum(EM.einsum_flops(s.operands, s.out, sizes) for s in steps)
+        least = min(einsum_orders(inputs, out, sizes))
+        assert total == least if find is EM.best_order else total >= least
+
+
+def test_planner_einsum_flops_are_those_of_numpy_and_torch():
+    """numpy.einsum_path's naive and optimized counts; FlopCounterMode of attention's matmuls."""
+    inputs, out, sizes = ("pi", "qj", "ijkl", "rk", "sl"), "pqrs", dict.fromkeys("pqrsijkl", 10)
+    arrays = [np.zeros([sizes[j] for j in t]) for t in inputs]
+    text = np.einsum_path(f"{','.join(inputs)}->{out}", *arrays, optimize="optimal")[1]
+    counts = [float(re.search(rf"{w} FLOP count: *(\S+)", text)[1]) for w in ("Naive", "Optimized")]
+    steps = EM.best_order(inputs, out, sizes)
+    best = sum(EM.einsum_flops(s.operands, s.out, sizes) for s in steps)
+    assert counts == pytest.approx([EM.einsum_flops(inputs, out, sizes), best], rel=1e-3)
+    from torch.utils.flop_counter import FlopCounterMode
+
+    q, k = torch.zeros(2, 3, 5, 8), torch.zeros(2, 3, 7, 8)
+    with FlopCounterMode(display=False) as counter:
+        torch.einsum("bhtd,bhsd->bhts", q, k)
+    flops = EM.einsum_flops(("bhtd", "bhsd"), "bhts", dict(b=2, h=3, t=5, s=7, d=8))
+    assert flops == counter.get_total_flops()
+
+
+# ---- tiles ----
+
+
+def tiled_loads(steps, sizes, tile):
+    """(elements read, elements written, FLOPs) by loops over tiles, one buffer per operand."""
+    clip = lambda j, at: min(tile[j], sizes[j] - at[j])
+    spans = lambda names: ({**dict(zip(names, at))} for at in itertools.product(
+        *(range(0, sizes[j], tile[j]) for j in names)))  # fmt: skip
+    read = written = flops = 0
+
+    def run(i, at, held):
+        nonlocal read, flops
+        inner = sorted(set("".join(steps[i].operands)) - set(steps[i].out), reverse=True)
+        for more in spans(inner):
+            now = at | more
+            if i:
+                run(i - 1, now, held)
+            for n, term in enumerate(steps[i].loads):
+                key = tuple(now[j] for j in term)
+                if held.get((i, n)) != key:
+                    held[i, n], read = key, read + math.prod(clip(j, now) for j in term)
+            every = set("".join(steps[i].operands))
+            work = len(steps[i].operands) - 1 + (every != set(steps[i].out))
+            flops += work * math.prod(clip(j, now) for j in every)
+
+    for program in spans(sorted(set(steps[-1].out))):
+        run(len(steps) - 1, program, {})
+        written += math.prod(clip(j, program) for j in steps[-1].out)
+    return read, written, flops
+
+
+TILED = "mk,kn->mn", "bmk,bnk->bmn", "mk->m", "mk,kf,fn->mn", "btd,bsd,bsv->btv"
+
+
+@pytest.mark.parametrize("text", TILED)
+@pytest.mark.parametrize("seed", range(4))
+def test_planner_einsum_tile_traffic_is_that_of_the_loops(text, seed):
+    """Traffic and FLOPs of a kernel, fused or not, equal loops that count every load of a tile."""
+    rng = random.Random(seed)
+    sizes = {i: rng.randint(3, 12) for i in text if i.isalpha()}
+    tile = {i: 1 if i == "b" else rng.randint(1, n + 2) for i, n in sizes.items()}
+    steps = EM.in_order(*EM.parse_einsum(text, sizes), sizes)
+    assert EM.is_chain(steps)
+    read, written, flops = tiled_loads(steps, sizes, tile)
+    assert EM.tile_traffic(steps, sizes, tile) == read + written
+    assert EM.tiled_flops(steps, sizes, tile) == flops
+
+
+@pytest.mark.parametrize("text", ["mk,kn->mn", "btd,bsd,bsv->btv"])
+def test_planner_einsum_best_tiles_by_traffic_are_the_best_of_all(text, monkeypatch):
+    """The first ranked tile reads least by the loops' count, of all that fit; buffers are stages
+    where the loops load an operand several times in a program."""
+    monkeypatch.setattr(EM, "TILES", (2, 4, 8))
+    monkeypatch.setattr(EM, "ACCUMULATORS", 4 * 48)
+    sizes = dict(m=16, n=12, k=8, b=2, t=12, s=16, d=4, v=8)
+    sizes = {i: sizes[i] for i in set(text) if i.isalpha()}
+    steps, shared = EM.in_order(*EM.parse_einsum(text, sizes), sizes), 2 * 200
+    ranked, every = EM.rank_tiles(steps, sizes, shared, 3), {}
+    names = sorted(set(sizes) - {"b"})
+    for picked in itertools.product((2, 4, 8), repeat=len(names)):
+        tile = {"b": 1} | dict(zip(names, picked))
+        area = lambda term: math.prod(tile[j] for j in term)
+        sums = [area(step.out) for step in steps]
+        memory = sum(sums[:-1])
+        for i, step in enumerate(steps):
+            inner = set("".join(t for s in steps[i:] for t in s.operands)) - set(steps[-1].out)
+            for term in step.loads:
+                changes = any(sizes[j] > tile[j] for j in inner & set(term))
+                memory += area(term) * (3 if changes else 1)
+        fits = 2 * memory <= shared and 4 * sum(sums) <= 4 * 48
+        if fits and all(tile[j] < 2 * sizes[j] for j in names):
+            every[picked] = sum(tiled_loads(steps, sizes, tile)[:2])
+    assert {tuple(t[j] for j in names): n for n, t in ranked} == every
+    assert ranked[0][0] == min(every.values()) and len(every) > 10
+
+
+# ---- what stays in L2, remote data ----
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_planner_l2_pins_are_the_best_of_all(seed):
+    """Of every subset of tensors that fits at each step, the chosen one saves most."""
+    rng = random.Random(seed)
+    tensors = []
+    for i in range(rng.randint(1, 9)):
+        first, size = rng.randrange(6), rng.randint(1, 9)
+        touches = rng.randint(1, 4)
+        last = first + rng.randint(0, 3)
+        tensors.append(L2R.Tensor(str(i), size, first, last, size * touches, size * (touches - 1)))
+    capacity, best = rng.randint(1, 20), 0
+    for mask in range(2 ** len(tensors)):
+        chosen = [t for i, t in enumerate(tensors) if mask >> i & 1]
+        live = [sum(t.size for t in chosen if t.first <= s <= t.last) for s in range(10)]
+        best = max(best, sum(t.saved for t in chosen) if max(live) <= capacity else 0)
+    got = L2R.persistent(tensors, capacity)
+    assert sum(t.saved for t in got) == best and len(set(got)) == len(got)
+    assert max(sum(t.size for t in got if t.first <= s <= t.last) for s in range(10)) <= capacity
+
+
+@pytest.mark.parametrize("size, capacity", [(9, 10), (10, 10), (11, 10), (17, 10), (40, 10)])
+def test_planner_l2_repeated_passes(size, capacity):
+    """Of all numbers of pinned lines, with LRU in the rest, the best pass misses repeated_misses;
+    LRU alone misses everything once the tensor does not fit."""
+    passes = lambda pinned, n: KM.lru_misses(
+        [(b, 1) for _ in range(n) for b in range(pinned, size)], capacity - pinned
+    )
+    steady = [passes(n, 5) - passes(n, 4) for n in range(min(size, capacity) + 1)]
+    assert min(steady[:-1] or steady) == L2R.repeated_misses(size, capacity, 1) * (size > capacity)
+    assert steady[0] == (size if size > capacity else 0)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_planner_kernel_chunks_of_remote_data(seed):
+    """The closed form equals a link and a GPU simulated chunk by chunk, and best_chunks is the best
+    of all numbers of chunks."""
+    rng = random.Random(seed)
+    transfer, work = rng.random() * 1e-3, rng.random() * 1e-3
+    alpha, beta = (rng.choice((0.0, rng.random() * 1e-5, rng.random() * 1e-4)) for _ in range(2))
+    times = []
+    for chunks in range(1, 129):
+        arrived = done = 0.0
+        for _ in range(chunks):
+            arrived += alpha + transfer / chunks
+            done = max(done, arrived) + beta + work / chunks
+        times.append(done)
+        assert KM.pipelined(transfer, work, alpha, beta, chunks) == pytest.approx(done)
+    got = KM.best_chunks(transfer, work, alpha, beta, 128)
+    assert 1 <= got <= 128 and times[got - 1] == pytest.approx(min(times), rel=1e-9)
+
+
+# ---- the program ----
+
+
+def test_planner_kernel_program_prints_its_numbers(capsys):
+    """Each line of the three reports is of the numbers that --json gives."""
+    def run(line):
+        planner.main([*line, "--json"])
+        facts = json.loads(capsys.readouterr().out)
+        planner.main(line)
+        return facts, capsys.readouterr().out
+
+    line = "--kernel 4000,1k,2048 --tile 128,64,32 --stages 3 --warps 4 --measured 1e-3"
+    got, text = run(line.split())
+    assert got["compute"] == -(-512 // 132) * 2 * 128 * 64 * 2048 / (989e12 / 132)
+    assert got["memory"] == (got["misses"] + 2 * 4000 * 1024) / 3.35e12
+    steps = [0] * got["slots"]
+    for i in range(got["tiles"] * 64):  # one step of K after the other, to each slot in turn
+        steps[i % len(steps)] += 1
+    assert got["stream_k_efficiency"] == sum(steps) / len(steps) / max(steps)
+    assert got["orders"]["8"] == got["misses"] and got["in_flight"] == 512 * 2 * 192 * 64
+    for words in (
+        f"{got['tiles']:,} of 128 x 64", f"{got['blocks']} per SM, limited by {got['limit']}",
+        f"{1e6 * got['roofline']:,.1f} us; of these tiles {1e6 * got['seconds']:,.1f} us",
+        f"limited by {got['regime']}", f"{got['misses'] / 1e6:,.1f} MB from HBM", "16.8 TFLOP/s",
+    ):  # fmt: skip
+        assert words in text, words
+    line = ["--einsum", "bhtd,bhsd,bhsv->bhtv", "--sizes", "b=1,h=32,t=4k,s=4k,d=128,v=128"]
+    best, _ = run(line)
+    fused, text = run([*line, "--in-order"])
+    # without a softmax K^T V comes first (linear attention); with it, fusing drops the T x S scores
+    assert "bhsv,bhsd->bhdv" in best and best["bhsv,bhsd->bhdv"]["flops"] == 2 * 32 * 4096 * 128**2
+    scores = 2 * 2 * 32 * 4096**2
+    parts = [one for name, one in fused.items() if "->" in name]
+    assert sum(one["bytes"] for one in parts) - fused["fused"]["bytes"] == scores
+    fused = fused["fused"]
+    assert fused["regime"] == "compute" and f"{fused['moved'] / 1e6:,.1f} MB" in text
+    got, _ = run("--kernel 64,64,64 --stages 1".split())  # the tiles of one step are in flight
+    assert got["in_flight"] == 2 * (128 + 128) * 64 and got["regime"] == "overhead"
+    got, text = run("--persist 1024 --model llama3-8b".split())
+    assert "gate, up" not in got["pinned"] and len(got["pinned"]) == 7
+    assert "58.7 MB, not pinned" in text
+    C, QKV, F, T = 4096, 6144, 14336, 2 * 1024  # widths, bytes of a column
+    assert got["bytes"] == T * (2 * C + 2 * C + 2 * QKV + 2 * C + 3 * C + 2 * C + 4 * F + 2 * F)
+    assert got["bytes"] - got["saved"] == T * (C + 2 * 2 * F)
+
+
+for planner_text, planner_words in {
+    "--kernel 4096,4096": "--kernel must be three numbers.*'4096,4096'",
+    "--kernel 4096,x,1": "'x' is not a number",
+    "--kernel 1k,1k,1k --tile 0,1,1": "'0' is not a number",
+    "--kernel 1k,1k,1k --tile 256,256,64": r"--tile 256,256,64 .*288 registers per thread of 255",
+    "--kernel 1k,1k,1k --tile 128,128,64 --stages 8": "262,144 bytes of 232,448",
+    "--kernel 1k,1k,1k --warps 65": "2,080 threads of 2,048",
+    "--kernel 1k,1k,1k --stages 0 --json": "--stages must be positive, not 0",
+    "--kernel 1k,1k,1k --group-m -1": "--group-m must be positive, not -1",
+    "--kernel 1k,1k,1k --measured 0": "--measured must be positive, not 0",
+    "--kernel 1k,1k,1k --device gb200-nvl72": "--device gb200-nvl72.* h100",
+    "--einsum ij,jk --sizes i=1": "'ij,jk' is not of the form",
+    "--einsum ii->i --sizes i=1": "index i stands twice in ii",
+    "--einsum i->j --sizes i=1,j=2": "no operand has index j",
+    "--einsum ij->i --sizes i=1": "--sizes lacks index j .*j=SIZE",
+    "--einsum ij->i --sizes i=1,j": "--sizes 'j' is not of the form",
+    "--einsum ij->i --sizes i=1,j=q": "'q' is not a number",
+    "--einsum a,a,a,a,a,a,a,a,a,a,a->a --sizes a=2": "11 operands; at most 10",
+    "--einsum abc,defg->abcdefg --sizes a=2,b=2,c=2,d=2,e=2,f=2,g=2": "7 indices to tile",
+    "--persist 0": "'0' is not a number",
+    "--persist 8 --model mixtral-8x7b": "--persist requires a dense",
+}.items():
+    planner_call = lambda text, flag: planner.TOPICS[flag].report(planner.parse_args(text.split()))
+    planner_call = partial(planner_call, planner_text, planner_text[2:].split()[0])
+    REFUSED[f"planner: {planner_text[:70]}"] = planner_call, planner_words
 
 
 # --------------------------------------------------------------------------------------------------

@@ -10,6 +10,9 @@ The program alone; the formulas lie beside it, by topic:
     network_topology.py Clos, rail-optimized, rail-only and HPN networks
     scaling_laws.py     Kaplan's and Chinchilla's laws: a budget's model and tokens
     mixed_cluster.py    jobs on GPUs of several types (--site --mix)
+    kernel_model.py     a matmul on one GPU (--kernel): waves, occupancy, L2, regime
+    einsum_model.py     an einsum (--einsum): order of contraction, FLOPs, bytes, tiles
+    l2_residency.py     activations to pin in L2 (--persist)
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import json
 import sys
 from dataclasses import asdict
 
-from parallelism import datacenter
+from parallelism import datacenter, einsum_model, kernel_model, l2_residency
 from parallelism.cost_model import (
     DEVICES,
     GIB,
@@ -37,8 +40,12 @@ from parallelism.cost_model import (
 from parallelism.datacenter import estimate_run
 from parallelism.training_plan import RECOMPUTE, SCHEDULES, Prediction, rank_plans
 
-# flag: module of its formulas, with add_flags(parser) and report(args) -> str
-TOPICS = {"site": datacenter}
+TOPICS = {  # flag: module of its formulas, with add_flags(parser) and report(args) -> str
+    "site": datacenter,
+    "kernel": kernel_model,
+    "einsum": einsum_model,
+    "persist": l2_residency,
+}
 SIZES = ("dp", "tp", "cp", "pp", "ep", "zero", "micro", "chunks")
 
 
