@@ -25,7 +25,8 @@
 Generation has two phases, one function each. `prefill` runs the prompt through the model in chunks:
 large matmuls, compute bound. A decode step runs one token: every weight is read and used once, so
 the step is memory bound and takes at least (weights + KV cache) / bandwidth. After each run one
-line on stderr reports the achieved bandwidth and its share of the bandwidth measured on the device.
+line on stderr reports the speed beside that prediction, and the achieved bandwidth beside the one
+measured on the device.
 
 generation/config.py has every flag; the sampling flags are the fields of paged_kv.py's
 SamplingParams, in every mode. --n generates several continuations of one prompt in lockstep,

@@ -2,8 +2,9 @@
 
     python -m generation.bench --gpu-report    every kernel and program on this machine's GPUs
 
-A decode step reads every weight once, so a run's bytes per second are reported beside the read
-bandwidth measured on the same device: what is missing is overhead.
+A decode step reads every weight and the KV cache once, so bytes / bandwidth predicts its time
+(parallelism/serving_cost.py's formula, from the bytes that this model reads). It is printed beside
+the measured time, with the bandwidth measured on the same device: what is missing is overhead.
 """
 
 from __future__ import annotations
@@ -110,8 +111,10 @@ def summarize(
     }
     if runs[-1].tokens > 1:
         speed = med(lambda r: r.decode_bytes / r.decode_seconds / 1e9)
+        per_byte = med(lambda r: r.decode_tokens / r.decode_bytes)
         summary |= {
             "tokens_per_second": med(lambda r: r.decode_tokens / r.decode_seconds),
+            "predicted_tokens_per_second": per_byte * bandwidth,
             "gigabytes_per_second": speed,
             "device_gigabytes_per_second": bandwidth / 1e9,
             "bandwidth_share": speed * 1e9 / bandwidth,
@@ -141,8 +144,9 @@ def summary_line(s: dict[str, Any], device: str) -> str:
     line += f"{s['prefill_tokens_per_second']:.0f} tok/s)"
     if "tokens_per_second" in s:
         line += (
-            f", then {s['tokens_per_second']:.1f} tok/s reading {s['gigabytes_per_second']:.2f} "
-            f"GB/s, {s['bandwidth_share']:.0%} of the "
+            f", then {s['tokens_per_second']:.1f} tok/s (predicted "
+            f"{s['predicted_tokens_per_second']:.1f}) reading "
+            f"{s['gigabytes_per_second']:.2f} GB/s, {s['bandwidth_share']:.0%} of the "
             f"{s['device_gigabytes_per_second']:.1f} GB/s measured here"
         )
     if "kv_tokens" in s:

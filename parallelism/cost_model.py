@@ -4,7 +4,7 @@
     parameters(shape), model_flops(shape, seq=8192)         # FLOPs per trained token
     ring(size, n=8, stride=1, device=device)                # seconds of an all-gather
 
-The parts that the planner's files share: training_plan.py (a training step), serving_plan.py
+The parts that the planner's files share: training_plan.py (a training step), serving_cost.py
 (prefill and decode), datacenter.py (a run's energy, failures and network) and search.py. The
 fraction of peak that hardware reaches is one short list of constants, from published single-kernel
 measurements, the same for every model, device and plan. Needs: the standard library.
@@ -272,6 +272,16 @@ def all_to_all(size: float, n: int, stride: int, device: Device) -> float:
 def exposed_seconds(transfer: float, work: float) -> float:
     """Seconds that a transfer adds to the compute that it overlaps with."""
     return max(0.0, transfer - work) + COMM_SM_FRACTION * min(transfer, work)
+
+
+def load_cluster(model: str, device: str, gpus: str) -> tuple[Shape, Device, int]:
+    """--model, --device and --gpus. ValueError if one is unknown, or the nodes are not whole."""
+    shape, known, n = load_shape(model), load_device(device), parse_number(gpus)
+    ok = n <= known.node or n % known.node == 0
+    whole = n // known.node * known.node
+    require(ok, f"--gpus {n} is not divisible by nodes of {known.node}; use {whole}")
+    return shape, known, n
+
 
 def parse_number(text: str, base: int = 1000) -> int:
     """ "16M" -> 16 base^2; k, M, B and T."""

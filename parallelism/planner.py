@@ -6,6 +6,8 @@ The program alone; the formulas lie beside it, by topic:
 
     cost_model.py       models, GPUs, FLOPs, collectives
     training_plan.py    memory and time of a training step, the ranking of layouts
+    serving_cost.py     prefill and decode steps: operators, time, memory
+    serving_plan.py     --serve: the ranking of layouts, disaggregated pools, $ per token
     datacenter.py       a run and a site (--site): days, energy, failures, servers per row
     network_topology.py Clos, rail-optimized, rail-only and HPN networks
     scaling_laws.py     Kaplan's and Chinchilla's laws: a budget's model and tokens
@@ -25,14 +27,13 @@ import json
 import sys
 from dataclasses import asdict
 
-from parallelism import datacenter, einsum_model, kernel_model, l2_residency
+from parallelism import datacenter, einsum_model, kernel_model, l2_residency, serving_plan
 from parallelism.cost_model import (
     DEVICES,
     GIB,
     SHAPES,
     Device,
-    load_device,
-    load_shape,
+    load_cluster,
     parameters,
     parse_number,
     require,
@@ -41,6 +42,7 @@ from parallelism.datacenter import estimate_run
 from parallelism.training_plan import RECOMPUTE, SCHEDULES, Prediction, rank_plans
 
 TOPICS = {  # flag: module of its formulas, with add_flags(parser) and report(args) -> str
+    "serve": serving_plan,
     "site": datacenter,
     "kernel": kernel_model,
     "einsum": einsum_model,
@@ -58,7 +60,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--gpus", default="8")
     add("--device", default="h100", help=", ".join(DEVICES))
     add("--seq", default="8192", help="tokens per sequence (k is 1024)")
-    add("--batch", default="4M", help="tokens per step (k is 1024, M 1024^2)")
+    add("--batch", help="tokens per step (default: 4M; k is 1024, M 1024^2)")
     add("--tokens", help="of the run (T is 1e12); default: 20 per active parameter (Chinchilla)")
     add("--storage", default="122M", help="bytes/s per GPU for checkpoints; Llama 3 had 2 TB/s")
     add("--top", default="10", help="number of plans to print")
@@ -83,14 +85,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def plan_report(args: argparse.Namespace) -> str:
     """The program's output for one model."""
-    shape, device = load_shape(args.model), load_device(args.device)
-    gpus, top, storage = parse_number(args.gpus), parse_number(args.top), parse_number(args.storage)
-    seq, size = parse_number(args.seq, 1024), parse_number(args.batch, 1024)
-    batch, node = size // seq, device.node
+    shape, device, gpus = load_cluster(args.model, args.device, args.gpus)
+    top, storage = parse_number(args.top), parse_number(args.storage)
+    seq, size = parse_number(args.seq, 1024), parse_number(args.batch or "4M", 1024)
+    batch = size // seq
     ok = size % seq == 0
     require(ok, f"--batch {size} is not divisible by --seq {seq}; use {(batch or 1) * seq}")
-    ok = gpus <= node or gpus % node == 0
-    require(ok, f"--gpus {gpus} is not divisible by nodes of {node}; use {gpus // node * node}")
     ok = device.fp8 > device.bf16 or not args.fp8
     require(ok, f"--fp8 cannot be combined with --device {args.device}: it has no FP8")
     names = (*SIZES, "recompute", "schedule")

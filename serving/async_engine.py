@@ -120,7 +120,7 @@ class AsyncEngine:
         self.streams: dict[Request, Stream] = {}  # used by the engine's thread only
         self.unread: set[Stream] = set()  # used by the loop only: whose readers will be woken
         self.timer: asyncio.TimerHandle | None = None
-        self.n_submitting = 0  # requests that the engine does not have yet
+        self.submitting: dict[Stream, int] = {}  # number of requests that the engine does not have
         self.closed = self.ended = False  # the thread will end; it runs no more commands
         self.loop = asyncio.get_running_loop()
         self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -129,7 +129,7 @@ class AsyncEngine:
     @property
     def n_waiting(self) -> int:
         """Requests in the queue, the thread's or the Engine's."""
-        return self.n_submitting + self.engine.n_waiting
+        return sum([*self.submitting.values()]) + self.engine.n_waiting
 
     @property
     def alive(self) -> bool:
@@ -170,12 +170,13 @@ class AsyncEngine:
                     earlier = previous[i] if previous else None
                     stream.outputs.append(self._add(request, earlier, prompt_logprobs))
                     self.streams[request] = stream
+                self.submitting.pop(stream, None)
                 added.set_result(None)
             except Exception as e:
                 self._remove(stream)
                 added.set_exception(e)
 
-        self.n_submitting += len(requests)
+        self.submitting[stream] = len(requests)
         try:
             for request in requests:
                 if isinstance(request.params.grammar, str):  # takes up to seconds to compile
@@ -186,7 +187,7 @@ class AsyncEngine:
             self.close_stream(stream)
             raise
         finally:
-            self.n_submitting -= len(requests)
+            self.submitting.pop(stream, None)
         return stream
 
     async def run(self, function: Callable[[], Any]) -> Any:

@@ -267,24 +267,19 @@ def measure(engine: Any, trace: Iterable[Arrival]) -> tuple[list[tuple[int, int]
     return sizes, seconds
 
 
-def kv_bytes_per_token(shape: Any) -> float:
-    """Of all layers of a cost_model.Shape, in bf16."""
-    mla = shape.kv_rank + shape.rope_dim
-    return 2.0 * shape.layers * (mla if shape.kv_rank else 2 * shape.kv_heads * shape.head_dim)
-
-
 def cost_on_device(device: str, model: str, block_size: int) -> tuple[StepCost, int]:
-    """The cost at a GPU's peak rates (parallelism/cost_model.py), and the KV blocks that fit: a step
-    reads all weights, a token computes with them and a key is read at full speed, and KV is swapped
-    at the network's. So it is a lower bound."""
+    """The cost at a GPU's peak rates (parallelism/serving_cost.py), and the KV blocks that fit: a
+    step reads all weights, a token computes with them and a key is read at full speed, and KV is
+    swapped at the network's. So it is a lower bound."""
     from parallelism.cost_model import DEVICES, load_shape, parameters
+    from parallelism.serving_cost import Layout, capacity, kv_bytes_per_token, weight_bytes
 
     if device not in DEVICES:
         raise ValueError(f"--device {device}: use one of {', '.join(DEVICES)}")
     d, shape = DEVICES[device], load_shape(model)
-    kv_bytes, weights = kv_bytes_per_token(shape), 2.0 * parameters(shape)
+    kv_bytes, weights = kv_bytes_per_token(shape), weight_bytes(shape, Layout())
     compute = 2 * parameters(shape, active=True) / d.bf16
-    blocks = int((0.9 * d.memory - weights) / (kv_bytes * block_size))
+    blocks = capacity(shape, d, Layout()) // block_size
     if blocks < 1:
         raise ValueError(f"--model {model} does not fit --device {device}: {weights:.2g} bytes")
     return StepCost(weights / d.hbm, compute, kv_bytes / d.hbm, kv_bytes / d.network), blocks
@@ -442,6 +437,7 @@ def make_replicas(
 ) -> tuple[list[Replica], Router, Sequence[Any]]:
     """Replicas, their router, and the actors that advance together (see simulate)."""
     from parallelism.cost_model import DEVICES, load_shape
+    from parallelism.serving_cost import kv_bytes_per_token
 
     slo = parse_slo(args.slo)
     if args.pools:
