@@ -18,7 +18,7 @@ their own. All models are tiny random ones or the shipped checkpoints.
     calibrate sparse gemm gguf                               quantization/
     data optimizers offload recompute chunked_loss lora token_windows          training/
     alignment tuning                                                           training/
-    cp kv_parallel ep async_tp zero pipeline schedules planner           parallelism/
+    cp kv_parallel ep async_tp zero pipeline schedules planner search    parallelism/
     generate train draft_head attention_in                   the programs
     layout dry_run diloco quantized_collectives train_scale  composition: many devices, many flags
     checkpoint recovery                                      faults
@@ -131,9 +131,9 @@ import moe as O
 import paged_kv as P
 import parallel
 from parallelism import pipeline as PL
-from parallelism import cost_model, datacenter, mixed_cluster, network_topology, planner
+from parallelism import auto_sharding, cost_model, datacenter, mixed_cluster, network_topology
 from parallelism import einsum_model as EM, kernel_model as KM, l2_residency as L2R
-from parallelism import scaling_laws, training_plan
+from parallelism import planner, scaling_laws, search, training_plan
 from parallelism import serving_cost as SCOST
 from parallelism import serving_plan as SPLAN
 import quantize as Q
@@ -29508,6 +29508,407 @@ def test_planner_ranks_all_plans_that_fit():
     assert all(one.bytes == size(one.plan) for one in got)
 
 
+# ---- the search: brute force on small random cases ----
+
+SEARCH_TINY = cost_model.Shape(3, 256, 4, 2, 64, 512, 1024)
+
+
+def test_search_shardings_equal_brute_force():
+    """The integer program's choice has the least cost of all choices within the budgets, on graphs
+    with circles, and there is none exactly if the budgets admit none."""
+    rng, empty = random.Random(0), 0
+    for _ in range(30):
+        sizes = [rng.randint(1, 4) for _ in range(rng.randint(1, 4))]
+        pairs = [(u, v) for u in range(len(sizes)) for v in range(len(sizes)) if u != v]
+        draw = lambda *shape: [[rng.choice((0, rng.random() * 1e-3)) for _ in range(shape[-1])]
+                               for _ in range(shape[0])]  # fmt: skip
+        costs = [draw(1, n)[0] for n in sizes]
+        chosen = rng.sample(pairs, rng.randint(0, min(6, len(pairs))))
+        edges = {(u, v): draw(sizes[u], sizes[v]) for u, v in chosen}
+        uses = [[draw(1, n)[0] for n in sizes] for _ in range(rng.randint(0, 2))]
+        budgets = [(use, rng.uniform(0, 6e-4) * len(sizes) + 1e-9) for use in uses]
+
+        def total(choice):
+            sums = [sum(own[a] for own, a in zip(use, choice)) for use, _ in budgets]
+            if any(used > limit for used, (_, limit) in zip(sums, budgets)):
+                return INF
+            found = sum(own[a] for own, a in zip(costs, choice))
+            return found + sum(m[choice[u]][choice[v]] for (u, v), m in edges.items())
+
+        best = min(map(total, itertools.product(*map(range, sizes))))
+        got, choice = auto_sharding.choose_shardings(costs, edges, budgets)
+        empty += best == INF
+        assert got == pytest.approx(best, abs=1e-9)
+        assert best == INF and not choice or total(choice) == pytest.approx(best, abs=1e-9)
+    assert 2 < empty < 20
+
+
+def test_search_transfers_of_megatron_and_data_parallelism():
+    """Tensor parallelism: two all-reduces of the activations forward, two backward (Megatron,
+    arXiv:1909.08053, 3), nothing between operators. Data parallelism: one of all gradients."""
+    operators, widths = auto_sharding.layer_graph(PLANNER_8B, 8192)
+    weights = 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336)
+    for letters, axes, want in (
+        ("rjhkrjk", [8], [2 * 100 * 4096] * 4),
+        ("iiiiiii", [8], [4 * weights / 5]),
+    ):
+        moves = [
+            move
+            for op, x in zip(operators, letters)
+            for move in auto_sharding.op_transfers(op, x, axes, 100, 5)
+        ]
+        assert {kind for kind, *_ in moves} == {"all-reduce"}
+        sizes = sorted(size for _, size, _ in moves)
+        assert sum(sizes) == pytest.approx(sum(want)) and len(sizes) == 4
+        edges = [auto_sharding.reshard_transfers(letters[u], letters[v], axes, 1) for u, v in widths]
+        assert not any(map(list, edges))
+    moves = [m for op in operators for m in auto_sharding.op_transfers(
+        op, {"norm": "ir", "attention": "ih"}.get(op.name, "ij"), [2, 4], 100, 1)]  # fmt: skip
+    shapes = [(4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)]
+    want = [x for k, n in shapes for x in (("all-reduce", 4 * k * n / 4, 0),
+                                           ("all-reduce", 2 * 100 * k / 2, 1))]  # fmt: skip
+    assert moves == want
+
+
+def test_search_resharding_between_layouts():
+    """Alpa, table 3, and its backward pass: nothing between equal layouts and, forward, from
+    replicated ones; an all-gather to replicated; an all-to-all between two sharded dimensions."""
+    kinds = lambda x, y: [m[0] for m in auto_sharding.reshard_transfers(x, y, [4], 8.0)]
+    assert [kinds(x, y) for x, y in ("ii", "kr", "jk", "hk")] == [[]] * 4
+    assert [kinds(x, y) for x, y in ("ij", "jr", "ki", "rk")] == [["all-gather"]] * 4
+    assert [kinds(x, y) for x, y in ("ik", "ji", "hi")] == [["all-to-all"] * 2] * 3
+    both = list(auto_sharding.reshard_transfers("ij", "rk", [2, 4], 8.0))
+    assert both == [("all-gather", 2.0, 0)]  # the other axis keeps its quarter
+    device = PLANNER_H100
+    seconds = partial(auto_sharding.transfer_seconds, device, (2, 8))
+    assert seconds("all-gather", 1e9, 1) == cost_model.ring(1e9, 8, 1, device)
+    assert seconds("all-reduce", 1e9, 0) == 2 * cost_model.ring(1e9, 2, 8, device)
+    assert seconds("all-to-all", 1e9, 0) == cost_model.all_to_all(1e9, 2, 8, device)
+
+
+def search_stage_seconds(shape, device, seq, b, micros, d, n, first, last, stored, recompute):
+    """The least time of a stage on d GPUs (1 or 2), of all letters of all operators."""
+    A_, axes, tokens = auto_sharding, [d, 1], b * seq
+    operators, widths = A_.layer_graph(shape, seq)
+    letters = "r" if d == 1 else "ijkr"
+    allowed = [[x for x in letters.replace("j", "h" if op.name == "attention" else "j")
+                if x in op.letters and (x != "i" or b % d == 0)] for op in operators]  # fmt: skip
+    seconds = lambda moves: sum(A_.transfer_seconds(device, axes, *m) for m in moves)
+
+    @functools.cache
+    def of_op(v, x):
+        work = A_.operator_seconds(operators[v], device, tokens / (d if x != "r" else 1))
+        launches = 3 * cost_model.KERNEL_OVERHEAD * (operators[v].flops > 0)
+        return work + launches + seconds(
+            A_.op_transfers(operators[v], x + "r", axes, tokens, micros)
+        )
+
+    @functools.cache
+    def of_edge(u, v, x, y):
+        size = 2 * tokens * widths[u, v]
+        return seconds(A_.reshard_transfers(x + "r", y + "r", axes, size))
+
+    extra = training_plan.recomputed_flops(shape, seq, recompute)
+    slower = 1 + extra / cost_model.model_flops(shape, seq)
+    hop = device.alpha[1] + 2 * tokens * shape.dim / d / (0.8 * device.network)
+    ends = (first + last) * shape.dim * shape.vocab
+    saved = n * stored * training_plan.activation_bytes(shape, recompute, True)
+    logits = 10 * shape.vocab * last
+    weights = sum(op.weights for op in operators)
+    found = []  # (seconds, bytes of weights) of the fastest with at most 1, 1/2 of the weights
+    for limit in (weights, weights / 2)[:d]:
+        layers = []
+        for chosen in itertools.product(*allowed):
+            kept = sum(op.weights / (d if x in "jk" else 1) for op, x in zip(operators, chosen))
+            if kept <= limit:
+                layer = sum(of_op(v, x) for v, x in enumerate(chosen))
+                layer += sum(of_edge(u, v, chosen[u], chosen[v]) for u, v in widths)
+                layers.append((layer, kept))
+        found.append(min(layers))
+    rest = 4 * 2**30 + (12 * n * weights + 18 * ends + (saved + logits) * tokens) / d
+    fits = [layer for layer, kept in found if 6 * n * kept + rest <= 0.9 * device.memory]
+    best = min(fits, default=INF)
+    head = training_plan.head_seconds(shape, device, tokens / d) if last else 2 * hop
+    return n * best * slower + head
+
+
+@pytest.mark.parametrize("extra", [40e6, 30e6, 28e6, 25e6, 20e6])
+def test_search_alpa_equals_brute_force(extra):
+    """The least time of all stages, submeshes, micro-batches, recomputations and letters of every
+    operator, on two GPUs with little memory; none if nothing fits."""
+    device = replace(PLANNER_H100, memory=(4 * 2**30 + extra) / 0.9, network=5e9, node=1)
+    seq, batch, L, best = 512, 4, SEARCH_TINY.layers, INF
+    for b, recompute, stages in itertools.product((1, 2), training_plan.RECOMPUTE, (1, 2)):
+        micros = batch // b
+        for middle in range(1, L) if stages == 2 else (L,):
+            spans = [(0, middle), (middle, L)][:stages]
+            spent = [search_stage_seconds(
+                SEARCH_TINY, device, seq, b, micros, 2 // stages, j - i, i == 0, j == L,
+                min(stages, micros), recompute) for i, j in spans]  # fmt: skip
+            best = min(best, sum(spent) + (micros - 1) * max(spent))
+    got = auto_sharding.alpa(SEARCH_TINY, device, 2, seq, batch)
+    assert (got is None) == (best == INF) == (extra == 20e6)
+    assert got is None or got.seconds == pytest.approx(best, rel=1e-9)
+
+
+def test_search_alpa_finds_data_and_tensor_parallelism():
+    """Data parallelism where the batch and memory are large; Megatron's tensor parallelism, which
+    the program is not told of, for one sequence."""
+    find = lambda sequences: next(auto_sharding.layer_shardings(
+        PLANNER_8B, PLANNER_H100, 8192, sequences, 8, (8, 1)))  # fmt: skip
+    assert find(8).degrees() == (8, 1) and find(1).degrees() == (1, 8)
+    assert [x[0] for x in find(1).letters] == list("rjhkrjk")
+
+
+def search_jobs(number, seed):
+    """Random jobs (shape, device, gpus, seq, batch) that fit, with few enough plans."""
+    rng = random.Random(seed)
+    names = [name for name, shape in cost_model.SHAPES.items() if shape.experts <= 8]
+    while number:
+        device = cost_model.DEVICES[rng.choice(["h100", "a100-40gb", "h200", "h100-pcie"])]
+        shape = cost_model.SHAPES[rng.choice(names)]
+        job = shape, device, rng.choice([8, 16, 24, 32]), rng.choice([2048, 8192]), 96
+        with contextlib.suppress(ValueError):
+            yield job, training_plan.rank_plans(*job)
+            number -= 1
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_search_aceso_is_near_exhaustive_search(seed):
+    """Within 5% of the best of all plans, in a tenth of the evaluations on average and never more
+    than 30%; each plan is one of them, and counted once."""
+    parts = []
+    for job, every in search_jobs(15 if seed else 6, seed):
+        plan, seen = search.aceso(*job)
+        total = {*training_plan.plans(*job)}
+        assert set(seen) <= total
+        step = training_plan.predict(job[0], job[1], plan, *job[3:]).step
+        assert seen[plan] == (False, step) and every[0].step <= step <= 1.05 * every[0].step, job
+        parts.append(len(seen) / len(total))
+    assert sum(parts) / len(parts) < 0.1 and max(parts) < 0.3
+    fixed = dict(tp=2, recompute="full")
+    plan, seen = search.aceso(*job, **fixed)
+    assert {(p.tp, p.recompute) for p in seen} == {(2, "full")}
+
+
+def test_search_layers_of_stages_equal_brute_force():
+    """The slowest stage of assign_layers is the least of all assignments, or there is none."""
+    rng, empty = random.Random(0), 0
+    for _ in range(200):
+        layers, stages = rng.randint(1, 8), rng.randint(1, 4)
+        rows = [sorted(rng.choice((rng.randint(1, 9), rng.random(), INF)) for _ in range(layers))
+                for _ in range(stages)]  # fmt: skip
+        counts = [c for c in itertools.product(range(1, layers + 1), repeat=stages)
+                  if sum(c) == layers]  # fmt: skip
+        slowest = lambda c: max(row[n - 1] for row, n in zip(rows, c))
+        best = min(map(slowest, counts), default=INF)
+        got = search.assign_layers(layers, rows)
+        empty += got is None
+        assert (got is None) == (best == INF)
+        assert got is None or tuple(got) in counts and slowest(got) == best
+    assert 20 < empty < 150
+
+
+@pytest.mark.parametrize("memory", [9, 8, 7.5, 6.5])
+def test_search_merak_stages_equal_brute_force(memory):
+    """The slowest stage is the least of all layers per stage and sets of recomputing stages that
+    fit; with little memory the first stages recompute, as they keep the most micro-batches."""
+    shape = replace(PLANNER_8B, layers=7, vocab=1024, dim=1024, ffn=4096, heads=8, kv_heads=8)
+    device, seq = replace(PLANNER_H100, memory=memory * 2**30), 8192
+    plan, best = training_plan.Plan(pp=3, micro=2), INF
+    for counts in itertools.product(range(1, 6), repeat=3):
+        for kinds in itertools.product(("none", "full"), repeat=3) if sum(counts) == 7 else ():
+            spent = []
+            for s, (n, kind) in enumerate(zip(counts, kinds)):
+                p = replace(plan, recompute=kind)
+                ends = (shape, p, seq, n, s in (0, 2), s == 2, 3 - s)
+                fits = sum(training_plan.stage_bytes(*ends).values()) <= 0.9 * device.memory
+                time = search.stage_seconds(shape, device, p, seq, n, s == 2)
+                spent.append(time if fits else INF)
+            best = min(best, max(spent))
+    got = search.make_pipeline(shape, device, plan, seq, 8, ("none", "full"))
+    assert (got is None) == (best == INF) == (memory == 6.5)
+    if got:
+        assert sum(got.layers) == 7 and max(got.spent) == best
+        assert (got.recompute == ["none"] * 3) == (memory == 9)
+        assert got.recompute == sorted(got.recompute)  # full before none
+        assert got.seconds(5) == sum(got.spent) + 4 * max(got.spent) and got.seconds(0) == 0
+
+
+def test_search_stage_is_the_plans_stage():
+    """Time and memory of equal stages are those of predict and memory."""
+    plan = training_plan.Plan(tp=2, pp=4, recompute="selective")
+    layer = search.stage_seconds(PLANNER_8B, PLANNER_H100, plan, 8192, 9, False)
+    layer -= search.stage_seconds(PLANNER_8B, PLANNER_H100, plan, 8192, 8, False)
+    last = search.stage_seconds(PLANNER_8B, PLANNER_H100, plan, 8192, 8, True)
+    got = training_plan.predict(PLANNER_8B, PLANNER_H100, plan, 8192, 16).seconds
+    apart = {"bubble", "stage to stage", "data parallel", "optimizer"}
+    assert sum(x for k, x in got.items() if k not in apart) == pytest.approx(16 * last)
+    assert last > 8 * layer
+    size = training_plan.stage_bytes(PLANNER_8B, plan, 8192, 8, 1, False, 4)
+    assert size == training_plan.memory(PLANNER_8B, plan, 8192, 16)
+
+
+def search_covers(nodes, sizes):
+    """All multisets of sizes that sum to nodes."""
+    if nodes == 0:
+        yield ()
+    for i, size in enumerate(sizes):
+        if size <= nodes:
+            yield from ((size, *more) for more in search_covers(nodes - size, sizes[i:]))
+
+
+def test_search_oobleck_templates_cover_every_number_of_nodes():
+    """From f + 1 copies to all nodes, with at least f + 1 pipelines and no node left over, also by
+    the sizes below twice the least alone; with fewer nodes there is no such cover. The rate is the
+    highest of all covers."""
+    rng = random.Random(0)
+    for least, failures, nodes in itertools.product(range(1, 5), range(3), (9, 13, 16)):
+        copies = failures + 1
+        if nodes < copies * least:
+            with pytest.raises(ValueError, match=f"--failures {failures}"):
+                search.template_sizes(least, nodes, failures)
+            continue
+        sizes = search.template_sizes(least, nodes, failures)
+        rates = {n: rng.random() * n for n in sizes}
+        few = {n: 1.0 for n in sizes if n < 2 * least}
+        for n in range(1, nodes + 1):
+            got = search.cover_nodes(n, rates, copies)
+            every = [c for c in search_covers(n, sizes) if len(c) >= copies]
+            assert (got is None) == (not every) == (n < copies * least)
+            assert (search.cover_nodes(n, few, copies) is None) == (not every)
+            if got:
+                rate = lambda cover: sum(rates[size] for size in cover)
+                assert tuple(sorted(got)) in every
+                assert rate(got) == pytest.approx(max(map(rate, every)))
+
+
+def test_search_oobleck_micro_batches_equal_brute_force():
+    """The last pipeline to finish does so at the earliest time of all distributions."""
+    rng = random.Random(0)
+    for _ in range(60):
+        spent = [[rng.randint(1, 9) for _ in range(rng.randint(1, 3))] for _ in range(3)]
+        pipes, micros = [search.Pipeline([], [], own) for own in spent], rng.randint(0, 9)
+        last = lambda counts: max(p.seconds(m) for p, m in zip(pipes, counts))
+        every = [c for c in itertools.product(range(micros + 1), repeat=3) if sum(c) == micros]
+        got = search.distribute_micro_batches(micros, pipes)
+        assert tuple(got) in every and last(got) == min(map(last, every))
+
+
+def test_search_hap_shares_equal_brute_force():
+    """Two GPUs: the least time is where two terms cross, at equal shares or at a limit of memory.
+    Three: no point of a grid is better. None if the limits do not add up to 1."""
+    rng, empty = random.Random(0), 0
+    for case in range(60):
+        gpus = 2 + case % 2
+        work = [[rng.uniform(0.1, 3) for _ in range(gpus)] for _ in range(rng.randint(1, 4))]
+        largest = [rng.uniform(0.2, 1.1) for _ in range(gpus)]
+        padded = rng.choice((0, rng.uniform(0, 4)))
+        cost = lambda r: padded * max(r) + sum(max(t * x for t, x in zip(o, r)) for o in work)
+        if gpus == 2:
+            first = [b / (a + b) for a, b in work] + [0.5, largest[0], 1 - largest[1], 0, 1]
+            points = [(x, 1 - x) for x in first]
+        else:
+            steps = [i / 40 for i in range(41)]
+            points = [(x, y, 1 - x - y) for x in steps for y in steps if x + y <= 1]
+        fits = [p for p in points if all(-1e-9 <= x <= top + 1e-9 for x, top in zip(p, largest))]
+        got, ratios = auto_sharding.sharding_ratios(work, padded, largest)
+        if sum(largest) < 1:
+            empty += 1
+            assert (got, ratios) == (INF, [])
+            continue
+        assert sum(ratios) == pytest.approx(1) and got == pytest.approx(cost(ratios))
+        assert all(-1e-9 <= x <= top + 1e-9 for x, top in zip(ratios, largest))
+        best = min(map(cost, fits), default=INF)
+        assert got == pytest.approx(best) if gpus == 2 else got <= best + 1e-9
+    assert empty > 3
+
+
+@pytest.mark.parametrize("names", ["h100 a100-80gb", "h100 h100 a100-40gb", "h200 h200"])
+def test_search_hap_cannot_be_improved(names):
+    """No letters are better at the shares found, no other shares for the letters; equal GPUs get
+    equal shares, and the faster of unlike ones more."""
+    devices = [cost_model.DEVICES[name] for name in names.split()]
+    shape = replace(PLANNER_8B, layers=4)
+    got = auto_sharding.hap(shape, devices, 2048, 4, 8)
+    assert got.seconds <= got.equal * (1 + 1e-9)
+    clusters = [auto_sharding.Cluster(shape, devices, 2048, 4, 8, padded) for padded in (True, False)]
+    steps = [cluster.step(got.letters, got.ratios) for cluster in clusters]
+    cluster = min(zip(steps, clusters), key=lambda pair: pair[0])[1]
+    assert min(steps) == pytest.approx(got.seconds)
+    every = itertools.product(*cluster.options)
+    some = random.Random(0).sample(list(every), 300)
+    assert all(cluster.step(letters, got.ratios) >= got.seconds * (1 - 1e-9) for letters in some)
+    assert cluster.balance(got.letters).seconds == pytest.approx(got.seconds)
+    top, other = got.ratios[0], got.ratios[-1]
+    assert top == pytest.approx(other) if len(set(names.split())) == 1 else top > 1.3 * other
+
+
+def test_search_train_flags_are_trains():
+    """train.py reads the flags of any plan as that plan."""
+    rng, shape = random.Random(0), cost_model.SHAPES["mixtral-8x7b"]
+    for p in rng.sample([*training_plan.plans(shape, PLANNER_H100, 32, 8192, 64)], 60):
+        layers = [1] * (p.pp - 1) + [33 - p.pp] if p.chunks == 1 and p.pp > 1 else []
+        again = [0] if layers and p.recompute == "none" else []
+        line = training_plan.train_flags(p, 8192, 64, layers, again).split()
+        assert line.pop(0) == "train.py"
+        got = TCONF.parse_args(line)
+        for name in ("tp", "cp", "ep", "pp", "recompute"):
+            assert getattr(got, name) == getattr(p, name)
+        assert got.dp == (p.dp if p.dp > 1 else None) and got.zero == p.zero * (p.dp * p.cp > 1)
+        assert (got.batch_size, got.micro_batch_size, got.seq_len) == (64, p.micro, 8192)
+        assert got.pp == 1 or got.pp_schedule == p.schedule
+        assert got.virtual_stages == (p.chunks if p.schedule == "interleaved" else None)
+        assert ST.parse_ints(got.pp_layers or "", "") == layers
+        assert ST.parse_ints(got.pp_recompute or "", "") == again
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("aceso --gpus 16 --seq 2048 --batch 64k", "exhaustive: .* after 1686 evaluations"),
+        ("oobleck --gpus 32 --model llama3-70b --device h200", "1 may fail at once"),
+        ("merak --gpus 16 --model llama3-70b --pp 8 --tp 2 --device h200", "--set pp_recompute=0"),
+        ("hap --device h100:2,a100-80gb:2 --model llama3.2-1b", "equal shares of 0.2500: "),
+        ("alpa --gpus 2 --model llama3.2-1b --batch 64k --seq 2048", "equal stages"),
+    ],
+)
+def test_search_program(line, words, capsys):
+    """Every method by its flag; what train.py can run, it can parse, with all layers."""
+    planner.main(["--search", *line.split()])
+    out = capsys.readouterr().out
+    assert re.search(words, out), out
+    flags = [row.strip().split() for row in out.split("\n") if row.strip().startswith("train.py --")]
+    assert bool(flags) == (not line.startswith("hap"))
+    for _, *row in flags:
+        got = TCONF.parse_args(row)
+        layers = cost_model.SHAPES[line.split("--model ")[1].split()[0]].layers if "--m" in line else 32
+        assert got.pp_layers is None or sum(ST.parse_ints(got.pp_layers, "")) == layers
+
+
+for planner_text, planner_words in {
+    "alpa --model mixtral-8x7b": "dense --model",
+    "hap --model deepseek-v3 --device h100:2": "dense --model",
+    "alpa --model llama3-405b": "no stages of llama3-405b fit 8 h100; use more --gpus",
+    "oobleck --failures x": "--failures x.* use 1",
+    "oobleck --gpus 8": "--failures 1.* 2 copies.* 1 nodes.* use more --gpus",
+    "oobleck --gpus 8 --model llama3-405b": "does not fit 8 h100; use more --gpus",
+    "oobleck --gpus 16 --tp 3": "--tp 3.* within nodes of 8",
+    "oobleck --gpus 16 --micro 3": "--micro 3 does not divide 512",
+    "merak --recompute full": "merak chooses --recompute; leave it out",
+    "merak --schedule zbv --gpus 16": "--search merak requires --schedule 1f1b",
+    "merak --model llama3-405b": "no stages of llama3-405b fit 8 GPUs; use more --gpus",
+    "hap": "--device h100 is one GPU; use h100:4,a100-80gb:4",
+    "hap --device h100:2,v100:2": "--device v100:2 is not DEVICE:COUNT",
+    "hap --device h100:x": "--device h100:x is not",
+    "hap --device h100:2 --model llama3-405b": "llama3-405b does not fit h100:2",
+    "aceso --device v100": "--device v100.* h100",
+    "aceso --gpus 8 --model llama3-405b": "no plan fits",
+}.items():
+    planner_call = lambda text: search.report(planner.parse_args(["--search", *text.split()]))
+    REFUSED[f"planner: --search {planner_text}"] = partial(planner_call, planner_text), planner_words
+
+
 # ---- bad plans and flags ----
 
 for planner_text, planner_words in {
@@ -29644,7 +30045,7 @@ def test_planner_alone_in_a_folder(tmp_path):
     """The planner runs without torch and, without flags, plans a model on one server."""
     at = tmp_path / "parallelism"
     at.mkdir()
-    parts = mixed_cluster, network_topology, scaling_laws, SCOST
+    parts = mixed_cluster, network_topology, scaling_laws, SCOST, auto_sharding, SC
     for module in (planner, cost_model, training_plan, *parts, *planner.TOPICS.values()):
         shutil.copy(module.__file__, at)
     run = [sys.executable, "-S", "-m", "parallelism.planner"]

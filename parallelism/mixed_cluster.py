@@ -21,7 +21,7 @@ import json
 from typing import Any, NamedTuple
 
 from parallelism.cost_model import DEVICES, Shape, load_shape, parse_number, require
-from parallelism.training_plan import Prediction, divisors, rank_plans
+from parallelism.training_plan import Prediction, divisors, parse_batch, rank_plans
 
 
 class Cell(NamedTuple):
@@ -105,9 +105,7 @@ def schedule(args: argparse.Namespace) -> list[dict[str, Any]]:
     ok = args.mix and args.jobs
     require(ok, "--mix and --jobs require each other, as in --mix h100=16,b200=8 --jobs llama3-8b")
     cluster, names = parse_mix(args.mix), args.jobs.split(",")
-    seq, size = parse_number(args.seq, 1024), parse_number(args.batch or "4M", 1024)
-    require(size % seq == 0, f"--batch {size} is not divisible by --seq {seq}")
-    shapes, batch = [load_shape(name) for name in names], size // seq
+    shapes, (seq, batch) = [load_shape(name) for name in names], parse_batch(args)
     rates = [
         {cell: estimate_cell(s, cell, seq, batch) for cell in cells(cluster, s.layers)}
         for s in shapes

@@ -8,13 +8,17 @@ The program alone; the formulas lie beside it, by topic:
     training_plan.py    memory and time of a training step, the ranking of layouts
     serving_cost.py     prefill and decode steps: operators, time, memory
     serving_plan.py     --serve: the ranking of layouts, disaggregated pools, $ per token
-    datacenter.py       a run and a site (--site): days, energy, failures, servers per row
+    datacenter.py       --site: a run and a site: days, energy, failures, servers per row
     network_topology.py Clos, rail-optimized, rail-only and HPN networks
     scaling_laws.py     Kaplan's and Chinchilla's laws: a budget's model and tokens
-    mixed_cluster.py    jobs on GPUs of several types (--site --mix)
-    kernel_model.py     a matmul on one GPU (--kernel): waves, occupancy, L2, regime
-    einsum_model.py     an einsum (--einsum): order of contraction, FLOPs, bytes, tiles
-    l2_residency.py     activations to pin in L2 (--persist)
+    mixed_cluster.py    --site --mix: jobs on GPUs of several types
+    search.py           --search: layouts as Aceso, Oobleck and Merak find them
+    auto_sharding.py    --search: shards of each operator (Alpa), shares of unequal GPUs (HAP)
+    device_search.py    --search: layers on unequal GPUs (Helix), waves of tasks (Spindle)
+    pipeline_search.py  --search: modules (DistTrain), micro-batches (DynaPipe), clocks (Perseus)
+    kernel_model.py     --kernel: a matmul on one GPU: waves, occupancy, L2, regime
+    einsum_model.py     --einsum: order of contraction, FLOPs, bytes, tiles
+    l2_residency.py     --persist: activations to pin in L2
 """
 
 from __future__ import annotations
@@ -27,28 +31,27 @@ import json
 import sys
 from dataclasses import asdict
 
-from parallelism import datacenter, einsum_model, kernel_model, l2_residency, serving_plan
-from parallelism.cost_model import (
-    DEVICES,
-    GIB,
-    SHAPES,
-    Device,
-    load_cluster,
-    parameters,
-    parse_number,
-    require,
-)
+from parallelism import datacenter, einsum_model, kernel_model, l2_residency, search, serving_plan
+from parallelism.cost_model import DEVICES, GIB, SHAPES, Device, parameters, parse_number, require
 from parallelism.datacenter import estimate_run
-from parallelism.training_plan import RECOMPUTE, SCHEDULES, Prediction, rank_plans
+from parallelism.training_plan import (
+    RECOMPUTE,
+    SCHEDULES,
+    SIZES,
+    Prediction,
+    fixed_fields,
+    parse_job,
+    rank_plans,
+)
 
 TOPICS = {  # flag: module of its formulas, with add_flags(parser) and report(args) -> str
     "serve": serving_plan,
     "site": datacenter,
+    "search": search,
     "kernel": kernel_model,
     "einsum": einsum_model,
     "persist": l2_residency,
 }
-SIZES = ("dp", "tp", "cp", "pp", "ep", "zero", "micro", "chunks")
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -85,19 +88,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def plan_report(args: argparse.Namespace) -> str:
     """The program's output for one model."""
-    shape, device, gpus = load_cluster(args.model, args.device, args.gpus)
+    shape, device, gpus, seq, batch = parse_job(args)
     top, storage = parse_number(args.top), parse_number(args.storage)
-    seq, size = parse_number(args.seq, 1024), parse_number(args.batch or "4M", 1024)
-    batch = size // seq
-    ok = size % seq == 0
-    require(ok, f"--batch {size} is not divisible by --seq {seq}; use {(batch or 1) * seq}")
-    ok = device.fp8 > device.bf16 or not args.fp8
-    require(ok, f"--fp8 cannot be combined with --device {args.device}: it has no FP8")
-    names = (*SIZES, "recompute", "schedule")
-    fixed = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    for name in SIZES:
-        require(fixed.get(name, 1) > 0, f"--{name} must be positive, not {fixed.get(name)}")
-    fixed |= {"fp8": args.fp8, "compiled": not args.eager}
+    fixed = fixed_fields(args)
     found = rank_plans(shape, device, gpus, seq, batch, **fixed)
     tokens = parse_number(args.tokens) if args.tokens else 20 * parameters(shape, active=True)
     run = estimate_run(shape, device, found[0], seq, batch, tokens, storage)

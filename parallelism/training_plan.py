@@ -34,7 +34,8 @@ if __name__ == "__main__" and not __package__:
     raise SystemExit("run: python -m parallelism.planner")
 
 import math
-from collections.abc import Iterator
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -54,8 +55,10 @@ from parallelism.cost_model import (
     Shape,
     all_to_all,
     exposed_seconds,
+    load_cluster,
     model_flops,
     parameters,
+    parse_number,
     recomputed_flops,
     require,
     ring,
@@ -73,6 +76,7 @@ ASYNC_TP_OVERLAP = 0.5  # hidden part of TP transfers: 1.09 to 1.16x in torchtit
 RESERVED_BYTES = 4 * GIB  # CUDA context, NCCL buffers, fragmentation
 RECOMPUTE = ("none", "selective", "full")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
+SIZES = ("dp", "tp", "cp", "pp", "ep", "zero", "micro", "chunks")
 
 # --------------------------------------------------------------------------------------------------
 # Plans
@@ -150,6 +154,32 @@ def find_conflict(shape: Shape, plan: Plan, seq: int, batch: int) -> str | None:
     return None
 
 
+def parse_job(args: Namespace) -> tuple[Shape, Device, int, int, int]:
+    """(model, GPU, number of GPUs, tokens per sequence, sequences per step) of the flags."""
+    shape, device, gpus = load_cluster(args.model, args.device, args.gpus)
+    seq, batch = parse_batch(args)
+    ok = device.fp8 > device.bf16 or not args.fp8
+    require(ok, f"--fp8 cannot be combined with --device {args.device}: it has no FP8")
+    return shape, device, gpus, seq, batch
+
+
+def parse_batch(args: Namespace) -> tuple[int, int]:
+    """(tokens per sequence, sequences per step) of the flags."""
+    seq, size = parse_number(args.seq, 1024), parse_number(args.batch or "4M", 1024)
+    fix = f"--batch {size} is not divisible by --seq {seq}; use {max(size // seq, 1) * seq}"
+    require(size % seq == 0, fix)
+    return seq, size // seq
+
+
+def fixed_fields(args: Namespace) -> dict[str, Any]:
+    """The fields of Plan that flags fix."""
+    names = (*SIZES, "recompute", "schedule")
+    fixed = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    for name in SIZES:
+        require(fixed.get(name, 1) > 0, f"--{name} must be positive, not {fixed.get(name)}")
+    return fixed | {"fp8": args.fp8, "compiled": not args.eager}
+
+
 def divisors(n: int) -> list[int]:
     """Divisors of n, ascending."""
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
@@ -195,6 +225,23 @@ def plans(
                 )  # fmt: skip
                 if find_conflict(shape, plan, seq, batch) is None:
                     yield plan
+
+def train_flags(
+    plan: Plan, seq: int, batch: int, layers: Sequence[int] = (), recompute: Sequence[int] = ()
+) -> str:
+    """The flags of train.py for a plan. layers: of each stage; recompute: stages that do."""
+    p = plan
+    words = [f"--{k} {getattr(p, k)}" for k in ("dp", "tp", "cp", "ep", "pp")]
+    words = [word for word in words if not word.endswith(" 1")]
+    words += [f"--zero {p.zero}"] * (p.dp * p.cp > 1)
+    words += [f"--batch-size {batch} --micro-batch-size {p.micro} --seq-len {seq}"]
+    words += [f"--recompute {p.recompute}"] * (p.recompute != "none")
+    if p.pp > 1:
+        words += [f"--pp-schedule {p.schedule}"]
+        words += [f"--set virtual_stages={p.chunks}"] * (p.schedule == "interleaved")
+        for name, values in (("pp_layers", layers), ("pp_recompute", recompute)):
+            words += [f"--set {name}={','.join(map(str, values))}"] if values else []
+    return f"train.py {' '.join(words)}"
 
 # --------------------------------------------------------------------------------------------------
 # Memory
@@ -269,11 +316,13 @@ def layers_per_rank(shape: Shape, plan: Plan) -> tuple[int, int]:
     return stage * plan.chunks, stage * plan.chunks - min(stage, -(-missing // 2))
 
 
-def memory(shape: Shape, plan: Plan, seq: int, batch: int) -> dict[str, float]:
-    """Bytes by kind on the fuller of the first rank, with the embedding and the most micro-batches,
-    and the last, with the head and its logits. Gradients are fp32."""
+def stage_bytes(
+    shape: Shape, plan: Plan, seq: int, layers: float, ends: int, head: bool, micros: float
+) -> dict[str, float]:
+    """Bytes by kind on a rank with `layers` layers, `ends` of embedding and head, the loss if
+    `head`, and the activations of `micros` micro-batches. Gradients are fp32."""
     p, C, n = plan, shape.dim, plan.dp * plan.cp
-    tokens, micros = p.micro * seq / p.cp, batch // (p.dp * p.micro)
+    tokens = p.micro * seq / p.cp
     dense, experts = (part / shape.layers / p.tp for part in layer_parameters(shape))
     end = C * shape.vocab / p.tp
     saved = activation_bytes(shape, p.recompute, p.compiled)
@@ -281,23 +330,27 @@ def memory(shape: Shape, plan: Plan, seq: int, batch: int) -> dict[str, float]:
     working = activation_bytes(shape, "none", p.compiled) * (1 if p.recompute == "none" else 2)
     working += 4 * C * p.tp if p.tp > 1 else 0
     whole = 2 * (2 * (dense + experts / p.ep) + end) if p.zero == 3 else 0  # two layers and an end
+    parts = ((layers * dense + ends * end, n), (layers * experts / p.ep, n / p.ep))
+    states = [state_bytes(*part, p.zero, gradient=4) for part in parts]
+    weights, gradients, optimizer = (sum(both) for both in zip(*states))
+    activations = tokens / p.tp * (micros * layers * saved + working)
+    logits = LOGITS_BYTES * tokens * shape.vocab / p.tp if head else 0
+    return {
+        "weights": weights + whole, "gradients": gradients, "optimizer": optimizer,
+        "activations": activations, "logits": logits, "reserved": RESERVED_BYTES,
+    }  # fmt: skip
 
-    def rank_bytes(layers: int, ends: int, head: bool, num_in_flight: float) -> dict[str, float]:
-        parts = ((layers * dense + ends * end, n), (layers * experts / p.ep, n / p.ep))
-        states = [state_bytes(*part, p.zero, gradient=4) for part in parts]
-        weights, gradients, optimizer = (sum(both) for both in zip(*states))
-        activations = tokens / p.tp * (num_in_flight * layers * saved + working)
-        logits = LOGITS_BYTES * tokens * shape.vocab / p.tp if head else 0
-        return {
-            "weights": weights + whole, "gradients": gradients, "optimizer": optimizer,
-            "activations": activations, "logits": logits, "reserved": RESERVED_BYTES,
-        }  # fmt: skip
 
+def memory(shape: Shape, plan: Plan, seq: int, batch: int) -> dict[str, float]:
+    """Bytes by kind on the fuller of the first rank, with the embedding and the most micro-batches,
+    and the last, with the head and its logits."""
+    p, micros = plan, batch // (plan.dp * plan.micro)
     both = p.pp == 1 or p.schedule == "zbv"  # ZB-V: the first rank has the last stage too
     full, last = layers_per_rank(shape, p)
-    ends = 1 + (both and not shape.tied)
-    ranks = [rank_bytes(full, ends, both, in_flight(p, micros, last=False))]
-    ranks += [] if both else [rank_bytes(last, 1, True, in_flight(p, micros, last=True))]
+    ends, first = 1 + (both and not shape.tied), in_flight(p, micros, last=False)
+    ranks = [stage_bytes(shape, p, seq, full, ends, both, first)]
+    if not both:
+        ranks += [stage_bytes(shape, p, seq, last, 1, True, in_flight(p, micros, last=True))]
     return max(ranks, key=lambda kinds: sum(kinds.values()))
 
 # --------------------------------------------------------------------------------------------------
@@ -363,6 +416,13 @@ def layer_seconds(shape: Shape, device: Device, seq: int, plan: Plan) -> dict[st
         # dispatch and combine
         "expert parallel": (ep_transfer, ep_transfer, recomputes * ep_transfer),
     }
+
+
+def head_seconds(shape: Shape, device: Device, tokens: float) -> float:
+    """Forward and backward seconds of the head and the loss of `tokens`."""
+    logits = tokens * shape.vocab
+    matmuls = 6 * logits * shape.dim / (GEMM_EFFICIENCY * device.bf16)
+    return matmuls + LOSS_HBM_BYTES * logits / (HBM_EFFICIENCY * device.hbm)
 
 
 def bubble(schedule: str, p: int, chunks: int, slot: float, weight: float) -> float:
@@ -432,9 +492,7 @@ def predict(shape: Shape, device: Device, plan: Plan, seq: int, batch: int) -> P
     layer = layer_seconds(shape, device, seq, local)
     passes = (sum(kind[i] for kind in layer.values()) for i in range(3))
     forward, backward, recompute_seconds = passes
-    logits = tokens * shape.vocab / p.tp
-    head = 6 * logits * shape.dim / (GEMM_EFFICIENCY * device.bf16)
-    head += LOSS_HBM_BYTES * logits / (HBM_EFFICIENCY * device.hbm)
+    head = head_seconds(shape, device, tokens / p.tp)
     full, last = layers_per_rank(shape, p)
     both = p.pp == 1 or p.schedule == "zbv"
     layer_total = forward + backward + recompute_seconds
