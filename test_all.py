@@ -19,6 +19,7 @@ their own. All models are tiny random ones or the shipped checkpoints.
     data optimizers offload recompute chunked_loss lora token_windows          training/
     alignment tuning                                                           training/
     cp kv_parallel ep async_tp zero pipeline schedules planner search    parallelism/
+    device_search pipeline_search                                        parallelism/
     generate train draft_head attention_in                   the programs
     layout dry_run diloco quantized_collectives train_scale  composition: many devices, many flags
     checkpoint recovery                                      faults
@@ -131,11 +132,10 @@ import moe as O
 import paged_kv as P
 import parallel
 from parallelism import pipeline as PL
-from parallelism import auto_sharding, cost_model, datacenter, mixed_cluster, network_topology
+from parallelism import auto_sharding, cost_model, datacenter, device_search, mixed_cluster
 from parallelism import einsum_model as EM, kernel_model as KM, l2_residency as L2R
-from parallelism import planner, scaling_laws, search, training_plan
-from parallelism import serving_cost as SCOST
-from parallelism import serving_plan as SPLAN
+from parallelism import network_topology, pipeline_search, planner, scaling_laws, search
+from parallelism import serving_cost as SCOST, serving_plan as SPLAN, training_plan
 import quantize as Q
 from parallelism import quantized_collectives as QC
 from parallelism import ring_self_attention as RSA
@@ -30046,6 +30046,7 @@ def test_planner_alone_in_a_folder(tmp_path):
     at = tmp_path / "parallelism"
     at.mkdir()
     parts = mixed_cluster, network_topology, scaling_laws, SCOST, auto_sharding, SC
+    parts += device_search, pipeline_search
     for module in (planner, cost_model, training_plan, *parts, *planner.TOPICS.values()):
         shutil.copy(module.__file__, at)
     run = [sys.executable, "-S", "-m", "parallelism.planner"]
@@ -31302,6 +31303,546 @@ for planner_text, planner_words in {
 }.items():
     planner_call = lambda text: SPLAN.report(planner.parse_args(["--serve", *text.split()]))
     REFUSED[f"planner --serve {planner_text}"] = partial(planner_call, planner_text), planner_words
+
+
+# --------------------------------------------------------------------------------------------------
+# The planner's searches: every solution of small random problems
+# --------------------------------------------------------------------------------------------------
+
+
+def search_max_flow(arcs, source, sink):
+    """scipy's maximum flow of whole numbers; arcs: {(node, node): capacity}"""
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import maximum_flow
+
+    at = {n: i for i, n in enumerate({source, sink, *itertools.chain(*arcs)})}
+    rows, columns = ([at[arc[i]] for arc in arcs] for i in (0, 1))
+    values = np.array([*arcs.values()], dtype=np.int32)
+    graph = coo_array((values, (rows, columns)), shape=(len(at), len(at))).tocsr()
+    return maximum_flow(graph, at[source], at[sink]).flow_value
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_device_search_max_flow(seed):
+    """The flow has scipy's value and keeps capacities and nodes; the cut's arcs cost as much."""
+    rng = random.Random(seed)
+    pairs = list(itertools.combinations(rng.sample(range(7), 7), 2))
+    arcs = {pair: rng.randint(0, 9) for pair in pairs if rng.random() < 0.6}
+    flow, side = device_search.max_flow(arcs, 0, 6)
+    assert all(0 <= flow[arc] <= c for arc, c in arcs.items())
+    balance = lambda n: sum(f * ((v == n) - (u == n)) for (u, v), f in flow.items())
+    assert all(balance(n) == 0 for n in range(1, 6))
+    cost = sum(c for (u, v), c in arcs.items() if u in side and v not in side)
+    assert balance(6) == cost == search_max_flow(arcs, 0, 6) and 0 in side and 6 not in side
+    assert device_search.max_flow({(0, 1): INF, (1, 6): INF, (0, 6): 3}, 0, 6) is None
+
+
+# ---- Helix ----
+
+
+def helix_cluster(seed):
+    """Three nodes of unequal rates and memory (two of them equal in every third), 3 layers, links
+    of unequal rates, some of them missing."""
+    rng, links = random.Random(seed), {}
+    rate = lambda: [60 * rng.randint(1, 5) // k for k in (1, 2, 3)[: rng.randint(1, 3)]]
+    rates = {n: rate() for n in "abc"}
+    for pair in itertools.permutations([device_search.HOST, *"abc"], 2):
+        if rng.random() < 0.85:
+            links[pair] = rng.randint(20, 200)
+    if seed % 3 == 0:
+        rates["b"], other = rates["a"], {"a": "b", "b": "a"}
+        links |= {tuple(other.get(n, n) for n in pair): rate for pair, rate in links.items()}
+    return device_search.Cluster(3, rates, links)
+
+
+def helix_throughput(cluster, spans):
+    """The maximum flow of tokens: a node holds spans[n] = (first layer, last + 1) and computes from
+    the layer after the sender's last one on."""
+    host, arcs = device_search.HOST, {}
+    for n, (first, end) in spans.items():
+        arcs[n, n + "'"] = cluster.rates[n][end - first - 1]
+        for m, rate in ((m, cluster.links.get((n, m), 0)) for m in spans):
+            if m != n and spans[m][0] <= end < spans[m][1]:
+                arcs[n + "'", m] = rate
+        if first == 0:
+            arcs["begin", n] = cluster.links.get((host, n), 0)
+        if end == cluster.layers:
+            arcs[n + "'", "end"] = cluster.links.get((n, host), 0)
+    return search_max_flow(arcs, "begin", "end") if arcs else 0
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_device_search_helix_equals_the_best_of_all_placements(seed):
+    """The program's placement and its bound have the throughput of the best of all placements of 3
+    layers on 3 nodes; the routes carry it, on links that exist."""
+    cluster = helix_cluster(seed)
+    spans = list(itertools.combinations(range(4), 2))
+    options = [[None, *(s for s in spans if s[1] - s[0] <= len(r))] for r in cluster.rates.values()]
+    best = 0
+    for chosen in itertools.product(*options):
+        held = {n: s for n, s in zip(cluster.rates, chosen) if s is not None}
+        best = max(best, helix_throughput(cluster, held))
+    found, bound = device_search.place(cluster)
+    routes = cluster.routes(found)
+    sent = sum(f for (a, _), f in routes.items() if a == device_search.HOST)
+    assert sent == pytest.approx(best) == pytest.approx(bound)
+    assert helix_throughput(cluster, found) == pytest.approx(best)
+    assert all(f <= cluster.links[link] * (1 + 1e-9) for link, f in routes.items())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_device_search_helix_requests_follow_the_flow(seed):
+    """After any number of requests, each link of a node has its share of them up to k - 1, the
+    number of other links; and a pipeline is a path of links from the first layer to the last."""
+    host, rng = device_search.HOST, random.Random(seed)
+    flows, free = {}, {"c": 0.0, "d": 0.0}
+    for n, total in (("a", rng.uniform(1, 5)), ("b", rng.uniform(1, 5))):
+        flows[host, n], part = total, rng.uniform(0.1, 0.9)
+        for m, share in (("c", part), ("d", 1 - part)):
+            flows[n, m] = total * share
+            free[m] += total * share
+    flows |= {(m, host): total for m, total in free.items()}
+    robin, seen = device_search.RoundRobin(flows), Counter()
+    for _ in range(300):
+        path = [host, *robin.pipeline(), host]
+        seen += Counter(itertools.pairwise(path))
+        assert len(path) == 4 and path[1] in "ab" and path[2] in "cd"
+        for n in (host, "a", "b"):
+            own = {link: flow for link, flow in flows.items() if link[0] == n}
+            for link, flow in own.items():
+                share = flow / sum(own.values()) * sum(seen[link] for link in own)
+                assert abs(seen[link] - share) <= len(own) - 1 + 1e-9
+
+
+# ---- Spindle ----
+
+
+def spindle_tasks(seed):
+    """2 or 3 independent tasks of up to 4 operators, whose speed grows with n ** (0.3 to 1)."""
+    rng = random.Random(seed)
+    devices, tasks = rng.choice([2, 3, 4]), {}
+    for name in "abc"[: rng.choice([2, 3])]:
+        one, power = rng.uniform(1, 5), rng.uniform(0.3, 1)
+        seconds = {n: one / n**power for n in range(1, devices + 1)}
+        tasks[name] = device_search.Task(rng.randint(1, 4), seconds)
+    return tasks, devices
+
+
+def spindle_best(tasks, devices):
+    """The least time of waves: any allocations and numbers of operators in each."""
+
+    @functools.cache
+    def best(left):
+        options = [
+            [(0, 0), *((n, c) for n in task.seconds for c in range(1, count + 1))]
+            for task, count in zip(tasks.values(), left)
+        ]
+        waves = (w for w in itertools.product(*options) if 0 < sum(n for n, _ in w) <= devices)
+        rest = lambda wave: tuple(count - c for count, (_, c) in zip(left, wave))
+        time = lambda w: max(c * t.seconds[n] for t, (n, c) in zip(tasks.values(), w) if n)
+        return min((time(w) + best(rest(w)) for w in waves), default=0.0) if any(left) else 0.0
+
+    return best(tuple(task.count for task in tasks.values()))
+
+
+def test_device_search_spindle_is_near_the_best_waves():
+    """Waves run every operator once on the devices there are; they take at most 1.3 of the best
+    waves, in half of the cases the least, never more than the tasks one after another; and the
+    bound is no more than the best."""
+    exact = 0
+    for seed in range(40):
+        tasks, devices = spindle_tasks(seed)
+        waves, bound = device_search.plan_waves(tasks, devices)
+        for seconds, runs in waves:
+            assert sum(n for n, _ in runs.values()) <= devices
+            assert seconds == max(c * tasks[name].seconds[n] for name, (n, c) in runs.items())
+        for name, task in tasks.items():
+            assert sum(runs.get(name, (0, 0))[1] for _, runs in waves) == task.count
+        time, best = sum(wave.seconds for wave in waves), spindle_best(tasks, devices)
+        alone = sum(task.count * task.seconds[devices] for task in tasks.values())
+        assert bound <= best + 1e-9 and best - 1e-9 <= time <= min(1.3 * best, alone) + 1e-9
+        exact += time <= best + 1e-9
+    assert exact >= 20
+
+
+def test_device_search_spindle_bound_and_order():
+    """Linear scaling: the bound is all work over all devices. A task starts after those that it
+    reads. Curves that are no use (slower with more devices) are not used."""
+    linear = lambda count, one: device_search.Task(count, {n: one / n for n in (1, 2, 4, 8)})
+    tasks = {"a": linear(6, 2.0), "b": linear(3, 5.0), "c": replace(linear(2, 4.0), after=("b",))}
+    waves, bound = device_search.plan_waves(tasks, 8)
+    assert bound == pytest.approx((6 * 2 + 3 * 5) / 8 + 2 * 4 / 8)
+    assert sum(wave.seconds for wave in waves) == pytest.approx(bound)
+    at = {name: [i for i, wave in enumerate(waves) if name in wave.runs] for name in tasks}
+    assert max(at["a"] + at["b"]) < min(at["c"])
+    worse = device_search.Task(4, {1: 1.0, 2: 1.5, 4: 0.5})
+    (wave,), bound = device_search.plan_waves({"a": worse}, 4)
+    assert wave.runs == {"a": (4, 4)} and wave.seconds == pytest.approx(2) == pytest.approx(bound)
+    tasks = dict.fromkeys("ab", device_search.Task(4, {1: 1.0, 2: 0.9, 4: 0.2}))  # superlinear
+    assert device_search.plan_waves(tasks, 4)[1] == pytest.approx(2 * 4 * 0.2)
+
+
+# ---- DistTrain ----
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_pipeline_search_disttrain_equals_all_orchestrations(seed):
+    """GPUs and options of 3 modules, as the best of all combinations of their options."""
+    rng = random.Random(seed)
+    one = lambda: (rng.randint(1, 6), rng.randint(1, 3), rng.uniform(0.5, 9))
+    modules = {name: [pipeline_search.Option(*one()) for _ in range(6)] for name in "abc"}
+    gpus, micros, best = rng.randint(3, 14), rng.choice([1, 2, 30]), INF
+    for chosen in itertools.product(*modules.values()):
+        if sum(o.gpus for o in chosen) <= gpus:
+            times = [o.seconds for o in chosen]
+            first = sum(o.stages * o.seconds for o in chosen)
+            best = min(best, first + (micros - 1) * max(times))
+    time, chosen = pipeline_search.orchestrate(modules, gpus, micros)
+    assert time == pytest.approx(best)
+    if best < INF:
+        assert all(chosen[name] in modules[name] for name in modules)
+        assert sum(o.gpus for o in chosen.values()) <= gpus
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_pipeline_search_disttrain_balances_ranks(seed):
+    """Every sample is on one rank; the slowest rank is within 4/3 - 1/(3 ranks) of the best of all
+    assignments (Graham, SIAM J. Appl. Math. 1969)."""
+    rng = random.Random(seed)
+    costs, ranks = [rng.lognormvariate(0, 1) for _ in range(8)], rng.choice([2, 3])
+    groups = pipeline_search.balance_ranks(costs, ranks)
+    assert sorted(itertools.chain(*groups)) == list(range(8)) and len(groups) == ranks
+    slowest = max(sum(costs[i] for i in group) for group in groups)
+    loads = np.zeros((ranks**8, ranks))
+    every = np.array([*itertools.product(range(ranks), repeat=8)])
+    for i, cost in enumerate(costs):
+        loads[np.arange(len(every)), every[:, i]] += cost
+    best = loads.max(1).min()
+    assert best - 1e-9 <= slowest <= (4 / 3 - 1 / (3 * ranks)) * best
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_pipeline_search_disttrain_orders_microbatches(seed):
+    """Each microbatch once; the simulated pipeline takes no longer than in the given order or after
+    any swap, and at most 2% longer than in the best of all orders."""
+    rng = random.Random(seed)
+    costs, rest = [rng.lognormvariate(0, 1) for _ in range(6)], rng.uniform(0.5, 2)
+    schedule = SC.make_schedule("1f1b", 3, 6)
+
+    def seconds(first):
+        whole = lambda a: rest if a.chunk else first[a.microbatch]
+        of = lambda a: whole(a) * (1 if a.kind == "F" else 2)
+        return SC.simulate(schedule, pipeline_search.ActionCosts(of=of)).makespan
+
+    order = pipeline_search.reorder_microbatches(costs, seconds)
+    assert sorted(order) == list(range(6))
+    best = min(map(seconds, itertools.permutations(costs)))
+    time = seconds([costs[i] for i in order])
+    for i, j in itertools.combinations(range(6), 2):
+        other = [order[{i: j, j: i}.get(k, k)] for k in range(6)]
+        assert seconds([costs[k] for k in other]) >= time * (1 - 1e-9)
+    assert time <= seconds(costs) and best - 1e-9 <= time <= 1.02 * best
+
+
+# ---- DynaPipe ----
+
+
+def set_partitions(items):
+    """All partitions of a list into groups."""
+    if not items:
+        yield []
+        return
+    for rest in set_partitions(items[1:]):
+        yield [[items[0]], *rest]
+        for i, group in enumerate(rest):
+            yield [*rest[:i], [items[0], *group], *rest[i + 1 :]]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_pipeline_search_dynapipe_equals_all_partitions(seed):
+    """The time of the micro-batches is the least of all partitions of 7 documents, consecutive in
+    length or not, whose padded tokens fit."""
+    rng = random.Random(seed)
+    lengths, cap = [rng.randint(1, 12) for _ in range(7)], rng.randint(13, 40)
+    stages, replicas, overhead = rng.choice([1, 2, 4, 8]), rng.choice([1, 2]), rng.uniform(0, 9)
+    seconds = lambda n, length: overhead + n * length * (1 + 0.05 * length)
+    fits, best = lambda n, length: n * length <= cap, INF
+    for groups in set_partitions(list(range(7))):
+        sizes = [(len(group), max(lengths[i] for i in group)) for group in groups]
+        if all(fits(*size) for size in sizes):
+            times = [seconds(*size) for size in sizes]
+            best = min(best, sum(times) / replicas + (stages - 1) * max(times))
+    time, found = pipeline_search.micro_batches(lengths, seconds, fits, stages, replicas)
+    sizes = [(len(group), max(lengths[i] for i in group)) for group in found]
+    times = [seconds(*size) for size in sizes]
+    assert sorted(itertools.chain(*found)) == list(range(7)) and all(fits(*size) for size in sizes)
+    assert sum(times) / replicas + (stages - 1) * max(times) == pytest.approx(time)
+    assert time == pytest.approx(best)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_pipeline_search_dynapipe_time_bounds_the_schedule_s(seed):
+    """1F1B takes sum(t) + (stages - 1) max(t) if all t are equal. In the order that micro_batches
+    gives, the slowest first, it takes at most that and at least 0.85 of it."""
+    rng = random.Random(seed)
+    lengths, stages = [rng.randint(1, 60) for _ in range(20)], rng.randint(1, 5)
+    seconds, fits = lambda n, length: 3 + n * length, lambda n, length: n * length <= 80
+    total, found = pipeline_search.micro_batches(lengths, seconds, fits, stages)
+    times = [seconds(len(group), max(lengths[i] for i in group)) for group in found]
+    for some, expected in (times, total), ([7.0] * 6, (6 + stages - 1) * 7.0):
+        of = lambda a: some[a.microbatch] * (1 if a.kind == "F" else 2) / 3
+        schedule = SC.make_schedule("1f1b", stages, len(some))
+        made = SC.simulate(schedule, pipeline_search.ActionCosts(of=of)).makespan
+        assert 0.85 * expected <= made <= expected * (1 + 1e-9)
+    assert made == pytest.approx(expected)
+
+
+# ---- Perseus ----
+
+
+def perseus_passes(stages, micros):
+    """[(kind, stage, microbatch)] of 1F1B in an order in which each follows those it needs, and for
+    each the indices of these."""
+    ranks = []
+    for s in range(stages):
+        warm = min(stages - s, micros)
+        row = [("F", s, i) for i in range(warm)]
+        for i in range(micros):
+            row += [("B", s, i)] + ([("F", s, i + warm)] if i + warm < micros else [])
+        ranks.append(row)
+    needs = {}
+    for row in ranks:
+        for before, (kind, s, i) in zip([None, *row], row):
+            other = ("F", s - 1, i) if kind == "F" else ("B", s + 1, i)
+            needs[kind, s, i] = {before, other} & {x for row in ranks for x in row}
+    order = []
+    while len(order) < len(needs):
+        order += [x for x in needs if x not in order and needs[x] <= {*order}]
+    return order, [[order.index(x) for x in needs[one]] for one in order]
+
+
+def perseus_time(needs, durations):
+    """Iteration times of durations (plans, passes)."""
+    ends = np.zeros(durations.shape, dtype=int)
+    for i, before in enumerate(needs):
+        start = np.max([ends[:, j] for j in before], axis=0) if before else 0
+        ends[:, i] = start + durations[:, i]
+    return ends.max(1)
+
+
+def perseus_curves(rng, stages, most):
+    """Energies of F and B of each stage, convex in `most` times."""
+    curves = {}
+    for s, kind in itertools.product(range(stages), "FB"):
+        t, steps = rng.randint(1, 4), sorted(rng.uniform(0.1, 5) for _ in range(most - 1))
+        joules = list(itertools.accumulate(steps, initial=rng.uniform(0, 9)))
+        curves[kind, s] = {t + n: e for n, e in enumerate(reversed(joules))}
+    return curves
+
+
+@pytest.mark.parametrize("seed, stages, micros, most", [
+    *((seed, 2, 2, 3) for seed in range(4)), (4, 3, 2, 2), (5, 2, 3, 2), (6, 1, 4, 4),
+])  # fmt: skip
+def test_pipeline_search_perseus_equals_all_plans(seed, stages, micros, most):
+    """At each iteration time from the fastest to the one with the least energy, the plan takes that
+    time and has the least energy of all plans of whole time units."""
+    curves = perseus_curves(random.Random(seed), stages, most)
+    order, needs = perseus_passes(stages, micros)
+    own = [curves[kind, s] for kind, s, _ in order]
+    plans = np.array([*itertools.product(*own)])
+    energy = sum(np.array([*map(c.get, plans[:, i])]) for i, c in enumerate(own))
+    times = perseus_time(needs, plans)
+    schedule = SC.make_schedule("1f1b", stages, micros)
+    points = [*pipeline_search.energy_frontier(schedule, lambda a: curves[a.kind, a.chunk])]
+    slowest = times[energy.argmin()]
+    assert [point.time for point in points] == list(range(slowest, times.min() - 1, -1))
+    for point in points:
+        taken = {(a.kind, a.chunk, a.microbatch): t for a, t in point.plan.items()}
+        plan = np.array([[taken[one] for one in order]])
+        assert perseus_time(needs, plan)[0] <= point.time
+        assert point.joules == pytest.approx(sum(c[taken[one]] for c, one in zip(own, order)))
+        assert point.joules == pytest.approx(energy[times <= point.time].min())
+
+
+@pytest.mark.parametrize("seed, stages, micros", [(0, 3, 4), (1, 4, 5)])
+def test_pipeline_search_perseus_equals_the_linear_program(seed, stages, micros):
+    """In larger pipelines, where some passes slow down while the whole gets faster: the energies of
+    the linear program over starts, durations and energies of all passes."""
+    from scipy.optimize import linprog
+
+    curves = perseus_curves(random.Random(seed), stages, 4)
+    order, needs = perseus_passes(stages, micros)
+    own, n, rows, limits = [curves[kind, s] for kind, s, _ in order], len(order), [], []
+
+    def at_most(limit, *terms):
+        rows.append(np.zeros(3 * n))
+        rows[-1][[i for i, _ in terms]] = [c for _, c in terms]
+        limits.append(limit)
+
+    for i, curve in enumerate(own):
+        at_most(INF, (i, 1), (n + i, 1))  # the iteration's end, set below
+        for j in needs[i]:
+            at_most(0, (j, 1), (n + j, 1), (i, -1))
+        for (t0, e0), (t1, e1) in itertools.pairwise(curve.items()):
+            slope = (e1 - e0) / (t1 - t0)
+            at_most(slope * t0 - e0, (n + i, slope), (2 * n + i, -1))
+    bounds = [(0, None)] * n + [(min(c), max(c)) for c in own] + [(None, None)] * n
+    schedule = SC.make_schedule("1f1b", stages, micros)
+    points = [*pipeline_search.energy_frontier(schedule, lambda a: curves[a.kind, a.chunk])]
+    for point in points[::6]:
+        most = [point.time if limit == INF else limit for limit in limits]
+        best = linprog([0] * 2 * n + [1] * n, A_ub=np.array(rows), b_ub=most, bounds=bounds)
+        assert point.joules == pytest.approx(best.fun)
+
+
+def test_pipeline_search_perseus_energy_curve():
+    """At each time, the least energy of mixing two options, down to the least energy of all; exact
+    for convex options, and options above the mix of others are not used."""
+    for seed in range(20):
+        rng = random.Random(seed)
+        options = {t: rng.uniform(1, 9) for t in rng.sample(range(1, 20), 6)}
+        curve = pipeline_search.energy_curve(options)
+        cheapest = min(options, key=options.get)
+        assert [*curve] == list(range(min(options), cheapest + 1))
+        for t, e in curve.items():
+            mixes = (
+                e0 + (e1 - e0) * (t - t0) / max(t1 - t0, 1)
+                for (t0, e0), (t1, e1) in itertools.product(options.items(), repeat=2)
+                if t0 <= t <= t1
+            )
+            assert e == pytest.approx(min(mixes))
+
+
+# ---- the program ----
+
+
+def search_output(capsys, name, **problem):
+    planner.main(["--search", name, "--problem", json.dumps(problem)])
+    return capsys.readouterr().out.splitlines()
+
+
+def test_device_search_program_helix(capsys):
+    """llama3.2-1b's 16 layers in 2 groups: node a has the first at 100 tokens/s, b and c have the
+    second at 50 each, over links that carry 70 (2 x 2048 bytes per token, 80% of the network). If
+    they carry 30, a has all layers, and b and c the other pipeline."""
+    nodes = {"a": [100, 45], "b": [50], "c": [50]}
+    more = dict(model="llama3.2-1b", group=8, requests=10)
+    out = search_output(capsys, "helix", nodes=nodes, network=70 * 4096 / 0.8, **more)
+    assert out[0] == "llama3.2-1b: 100 tokens/s, 100.0% of the upper bound"
+    counts = [Counter(line.split()) for line in out[5:]]
+    assert [c["5"] for c in counts] == [1, 1] and sum(counts, Counter())["a"] == 2
+    assert {*"bc"} == {n for n in "bc" for c in counts if c[n] == 1}
+    out = search_output(capsys, "helix", nodes=nodes, network=30 * 4096 / 0.8, **more)
+    assert out[0].startswith("llama3.2-1b: 75 tokens/s")
+
+
+def test_device_search_helix_names_the_missing_solver(monkeypatch):
+    """Without scipy, --search helix is one line that names it."""
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    with pytest.raises(ValueError, match="^--search helix needs scipy: pip install scipy$"):
+        device_search.place(helix_cluster(1))
+
+
+def test_device_search_program_spindle(capsys):
+    """Two tasks that do not scale run side by side; the third waits for them."""
+    flat, half = {"1": 1.0, "2": 1.0}, {"1": 1.0, "2": 0.5}
+    tasks = {"a": [3, flat, []], "b": [3, flat, []], "c": [2, half, ["a", "b"]]}
+    out = search_output(capsys, "spindle", tasks=tasks)
+    assert out[0].startswith("3 tasks on 8 h100: 4000.00 ms; one after another 7000.00; no plan")
+    assert out[2].split() == "3000.00 2 a 3 on 1, b 3 on 1".split()
+    assert out[3].split() == "1000.00 2 c 2 on 2".split()
+
+
+def test_pipeline_search_program_disttrain(capsys):
+    """GPUs sum to --gpus at most, with options of train.py, and reordering does not lose."""
+    planner.main("--search disttrain --gpus 16 --model llama3-8b".split())
+    out = capsys.readouterr().out.splitlines()
+    rows = [line.split() for line in out[1:4]]
+    assert [row[0] for row in rows] == ["encoder", "backbone", "generator"]
+    assert sum(int(row[1]) for row in rows) <= 16
+    for row in rows:
+        dp, tp, pp = map(int, row[8::2])
+        assert row[7::2] == ["--dp", "--tp", "--pp"] and dp * tp * pp == int(row[1])
+    for line in out[4:]:
+        given, better = map(float, re.findall(r"(\d+\.\d{3})", line))
+        assert better < given
+
+
+def test_pipeline_search_program_dynapipe(capsys):
+    """Short documents share micro-batches; the table's row of the dynamic program is the fastest,
+    and memory stays under the cap, which is that of 3,000 padded tokens."""
+    lengths = [1500, 40, 1000, 30, 60, 50, 900, 45]
+    saved = 2 * 16 * training_plan.activation_bytes(PLANNER_8B, "none", True)
+    out = search_output(capsys, "dynapipe", lengths=lengths, pp=2, memory=3000.0 * saved)
+    assert out[0].startswith("8 documents, 3,625 tokens, pp 2, dp 1, ")
+    rows = [line.split() for line in out[2:5]]
+    assert float(rows[2][0]) == min(float(row[0]) for row in rows)
+    groups = [tuple(map(int, group.split("x"))) for group in out[-1].split()]
+    assert sum(n for n, _ in groups) == 8 and all(n * length <= 3000 for n, length in groups)
+    assert (1, 1500) in groups and min(length for n, length in groups if n > 1) <= 60
+    saved = 32 * training_plan.activation_bytes(PLANNER_8B, "none", True)  # without a pipeline
+    out = search_output(capsys, "dynapipe", lengths=[40] * 6, pp=1, memory=100 * saved)
+    assert out[-1] == "2x40 2x40 2x40"
+
+
+def test_pipeline_search_program_perseus(capsys):
+    """One stage, one micro-batch: F in 1 s with 200 J or 2 s with 100 J, B in 2 s with 400 J or 4 s
+    with 200 J, and 10 W while waiting, for nothing. Stage 2 of 2 takes a tenth of that: it can slow
+    down for free, down to its least energy."""
+    slow, quick = [{"1": 200, "2": 100}, {"2": 400, "4": 200}], [{"0.1": 20}, {"0.2": 40}]
+    problem = dict(pp=1, micro_batches=1, waiting=10.0, seconds=4.0)
+    out = search_output(capsys, "perseus", options=[slow], **problem)
+    assert out[0] == "1f1b, 1 stages, 1 micro-batches; at the highest clocks 3.000 s, 600 J"
+    assert out[2].split() == ["3.000", "600", "0.0%"]
+    assert out[8].split() == ["6.000", "300", "50.0%"]
+    assert out[9].startswith("4.000 s, 500 J")
+    some = [{"0.1": 20, "0.2": 12}, {"0.2": 40, "0.3": 30}]
+    for last, saved in ((quick, 0.0), (some, 18 - 10 * 0.2)):
+        problem = dict(pp=2, micro_batches=4, waiting=10.0, options=[slow, last])
+        out = search_output(capsys, "perseus", **problem)
+        highest = float(out[0].split()[-2].replace(",", ""))
+        assert float(out[2].split()[1].replace(",", "")) <= highest - saved
+
+
+def test_pipeline_search_program_layers_are_train_py_s(capsys):
+    """train.py takes the printed flags, and has these layers on its stages."""
+    planner.main(["--search", "perseus", "--problem", '{"units": 2, "micro_batches": 4}'])
+    lines = capsys.readouterr().out.splitlines()[-1:]
+    lines.append(next(x for x in search_output(capsys, "dynapipe") if x.startswith("train.py")))
+    for line in map(str.split, lines):
+        config = TCONF.parse_args([*line[1:], "--out", "x"])
+        assert line[0] == "train.py" and (config.pp, config.pp_schedule) == (4, "1f1b")
+        stages = ST.stage_layers(config, SimpleNamespace(n_layers=32), 4)
+        assert len(stages) == 4 and sum(map(len, stages)) == 32
+
+
+for planner_text, planner_words in {
+    "helix {": "not JSON",
+    "helix x.json": "x.json is neither a file nor an object",
+    'helix {"node": 1}': "node is no field of helix; it has model, nodes",
+    'helix {"group": "1"}': 'group must be of the form 10, not "1"',
+    'helix {"group": 7}': "80 layers are not divisible into groups of 7",
+    'helix {"nodes": {"v100": 2}}': "nodes: v100 must be a list of tokens/s, or a number of a100",
+    'helix {"nodes": {"a100-40gb": 2}}': "nodes hold 2 of 8 groups",
+    'helix {"nodes": {"x": [1, 0]}}': "nodes: x must be a list",
+    'spindle {"tasks": {"a": [1, {"2": 0}, []]}}': r"tasks: a must be \[layers",
+    'spindle {"tasks": {"a": [1, {"1": 1}, ["b"]]}}': "unknown task",
+    'spindle {"tasks": {"a": [1, {"16": 1}, []]}}': "a needs 16 devices of 8",
+    'disttrain {"modules": {"a": [1, 64, 5, 8]}}': r"modules: a must be null or \[layers",
+    'disttrain {"costs": [1, 2]}': "costs must be 64 positive numbers",
+    'dynapipe {"lengths": [5, 0]}': "lengths must be whole numbers",
+    'dynapipe {"memory": 5}': "document of .* tokens exceeds the memory cap",
+    'dynapipe {"pp": 33}': "pp 33 is more than the model's 32 layers",
+    'perseus {"clocks": [1, 2]}': "clocks must be fractions",
+    'perseus {"options": [[{"1": 2}]]}': r"options must be 4 stages \(pp\) of \[F, B\]",
+    'perseus {"watts": -1}': "watts must be of the form 700.0, not -1",
+    'perseus {"seconds": "1"}': "seconds must be positive, not 1",
+    'perseus {"pp": 33}': "pp 33 is more than the model's 32 layers",
+}.items():
+    planner_name, planner_json = planner_text.split(" ", 1)
+    planner_args = ["--search", planner_name, "--problem", planner_json]
+    planner_call = lambda argv: search.report(planner.parse_args(argv))
+    REFUSED[f"search: {planner_text}"] = partial(planner_call, planner_args), planner_words
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Layouts found by the search algorithms of five systems, on the planner's formulas.
+"""Layouts found by the search algorithms of ten systems, on the planner's formulas.
 
     python -m parallelism.planner --search aceso --model llama3-70b --gpus 256
 
@@ -10,6 +10,8 @@ Each method here searches a space that is too large for it, or needs far fewer e
     oobleck   pipelines of different sizes that use every node left       (arXiv:2309.08125, 4)
     alpa      a sharding per operator, stages on submeshes                (auto_sharding.py)
     hap       uneven shards on unlike GPUs                                (auto_sharding.py)
+    helix, spindle                layers on unequal GPUs, waves of tasks  (device_search.py)
+    disttrain, dynapipe, perseus  modules, micro-batches, clocks          (pipeline_search.py)
 
 What train.py can run is printed as its flags: equal stages of data and tensor parallelism with any
 number of layers each and any set of recomputing stages. Unlike submeshes, unlike pipelines and
@@ -36,7 +38,7 @@ from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
 
-from parallelism import auto_sharding
+from parallelism import auto_sharding, pipeline_search
 from parallelism.cost_model import LINK_EFFICIENCY, MEMORY_FRACTION, Device, Shape, require
 from parallelism.training_plan import (
     RECOMPUTE,
@@ -63,6 +65,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of this topic."""
     group = parser.add_argument_group("search", "instead of ranking all plans")
     group.add_argument("--search", choices=tuple(METHODS), help="the system whose search to use")
+    group.add_argument("--problem", metavar="JSON", help="helix to perseus: fields, or a file")
     group.add_argument("--failures", default="1", help="oobleck: nodes that may fail at once")
 
 
@@ -428,4 +431,5 @@ METHODS = {  # function(args) -> str
     "oobleck": oobleck_report,
     "merak": merak_report,
     **auto_sharding.METHODS,
+    **pipeline_search.METHODS,
 }
