@@ -5,6 +5,7 @@
     git log -1 | python generate.py --checkpoint DIR --json  a Hugging Face folder
     python generate.py --checkpoint DIR --interactive        chat
     python generate.py --perplexity FILE                     perplexity of a text
+    python generate.py --choices FILE.jsonl --num-fewshot 5  accuracy on multiple-choice questions
     python generate.py --dummy llama3.1-8b --prompt-tokens 128 --compile --bench
     python generate.py --quantize int4                       weights quantized while loading
     python generate.py --speculate ngram                     speculative decoding
@@ -391,12 +392,12 @@ def complete(args: GenerateConfig, text: str, gate: Any = None) -> bool:
     decoder = build_decoder(args, model, tokenizer, len(ids) + max_new, eos)
     history = build_history(args, decoder)
     load_seconds = IMPORT_SECONDS + time.perf_counter() - begin
+    energy = open_energy_counter(device) if args.energy else None
 
     quiet = args.json or args.bench or gate is not None
     # with --n, texts cannot be streamed
     show = partial(print, end="", flush=True) if not quiet and args.n == 1 else lambda text: None
     continues = args.prompt_tokens is None and not args.chat  # the text continues the prompt's
-
     if continues and not quiet and args.n == 1:
         print(text, end="", flush=True)
 
@@ -404,7 +405,7 @@ def complete(args: GenerateConfig, text: str, gate: Any = None) -> bool:
         nonlocal rows
         rows = new_rows(args, tokenizer, ids if continues else (), eos, show)
         steps = run_rows(decoder, ids, rows, max_new, args.logprobs, cached)
-        return time_steps(steps, decoder, rows)
+        return time_steps(steps, decoder, rows, energy)
 
     rows, runs, baseline, speculator = [], [], [], decoder.speculator
     cached = 0 if history is None else history.find(ids)
@@ -436,6 +437,17 @@ def complete(args: GenerateConfig, text: str, gate: Any = None) -> bool:
     report(args, text if continues else "", rows, summary)
     print(summary_line(summary, device_name(device, args.mesh, args.cp)), file=sys.stderr)
     return True
+
+
+def open_energy_counter(device: torch.device) -> Callable[[], float] | None:
+    """--energy: joules so far; None, and a line that says why, if nothing counts them."""
+    from generation.energy import open_counter
+
+    try:
+        return open_counter(device)
+    except ValueError as e:
+        print(f"generate.py: --energy: not measured: {e}", file=sys.stderr)
+        return None
 
 
 def new_rows(
@@ -694,8 +706,13 @@ def quantize_report(args: GenerateConfig) -> None:
         raise ValueError(
             f"--quantize-report: {args.checkpoint} is already quantized; give the original"
         )
-    dtype = DTYPES[args.dtype] if args.dtype else None
-    quantize_model.print_report(args, pick_device(args.device), dtype, partial(decode_speed, args))
+    dtype, accuracy = DTYPES[args.dtype] if args.dtype else None, None
+    if args.choices is not None:
+        from generation import evaluate
+
+        accuracy = partial(evaluate.acc_and_norm, evaluate.read_task(args))
+    speed = partial(decode_speed, args)
+    quantize_model.print_report(args, pick_device(args.device), dtype, speed, accuracy)
 
 
 @torch.inference_mode()
@@ -715,9 +732,13 @@ def decode_speed(args: GenerateConfig, model: Transformer, batch: int) -> float:
 
 
 def run_engine(args: GenerateConfig) -> None:
-    """--batch, --bench-serving, --serve or --program: the continuous-batching engine."""
+    """--choices, --batch, --bench-serving, --serve or --program: the continuous-batching engine."""
     from serving import run  # here: tqdm and the Engine take 0.1 s
 
+    if args.choices is not None:
+        from generation import evaluate
+
+        return evaluate.run(args)
     flags = (args.batch, run.batch), (args.serve, run.serve), (args.program, run.program)
     next((mode for flag, mode in flags if flag), run.bench_serving)(args)
 
@@ -730,6 +751,7 @@ def run(args: GenerateConfig) -> None:
         (args.perplexity, score_file),
         (args.save, save_quantized),
         (args.quantize_report, quantize_report),
+        (args.choices is not None, run_engine),
         (args.batch or args.bench_serving or args.serve or args.program, run_engine),
         (True, generate),
     )

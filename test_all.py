@@ -10,7 +10,7 @@ their own. All models are tiny random ones or the shipped checkpoints.
     harness         tensors, models, programs, gloo ranks, transfers (Wire), bad input (REFUSED)
     model family config weights tokenizer stream template    model.py, huggingface/
     attention paged engine quantize fp8 spec moe             the leaves
-    files cpu sampling drafting early_exit kv_select cascade structured        generation/
+    files cpu sampling drafting early_exit kv_select cascade evaluate structured    generation/
     serving traces policies replica simulate pools row_order length_batching   serving/
     colocation time_sharing variants server unacked lockstep kv_transfer       serving/
     cluster page adapters shared_models vattention kv_store                    serving/
@@ -165,6 +165,8 @@ from generation import cascade as CASCADE
 from generation import draft_length as DK
 from generation import drafting as D
 from generation import early_exit as EE
+from generation import energy as ENERGY
+from generation import evaluate as EVAL
 from generation import kv_select as KS
 from serving import cascade_engine as CE
 from serving import cluster as CLUSTER
@@ -203,6 +205,7 @@ from generation import plot_decode as PLOT
 from generation import program_examples as EXAMPLES
 from generation import programs as PR
 from generation import prompt as PROMPT
+from generation import ratings as RATE
 from generation import values as VALUES
 from generation import ranks as RANKS
 from serving import disaggregated
@@ -7601,20 +7604,27 @@ def test_quantize_model_bias_correction_restores_the_mean(scheme, quantize_calib
 
 
 @pytest.mark.slow
-def test_quantize_model_report(monkeypatch, capsys):
+def test_quantize_model_report(monkeypatch, capsys, tmp_path):
     """One row per scheme: bytes fall, perplexity is exp(loss), a star marks schemes slower than
-    bf16; a scheme that does not fit the shapes is left out and reported."""
+    bf16, accuracies are those of --choices, with their differences from bf16; a scheme that does
+    not fit the shapes is left out and reported."""
     names = ["16 bit", "int8", "int4", "int4 gptq"]
     monkeypatch.setattr(W, "REPORT_SCHEMES", [r for r in W.REPORT_SCHEMES if r[0] in names])
     monkeypatch.setattr(W, "NUM_SEQUENCES", 2)
     monkeypatch.setattr(W, "BATCH_SIZES", (1, 2))
-    shown = quantize_main(capsys, "--checkpoint", DRAFT, "--quantize-report", "--json")
+    flags = "--checkpoint", DRAFT, "--dtype", "bf16", "--json", "--choices"
+    task = write_lines(tmp_path / "task", (q._asdict() for q in python_task()[:12]))
+    shown = quantize_main(capsys, *flags, task, "--quantize-report")
     rows = {r["scheme"]: r for r in json.loads(shown)}
     base, int8, int4, gptq = rows.values()
     assert list(rows) == names and (base["kl"], base["agreement"], base["slower"]) == (0, 1, [])
     assert base["megabytes"] > int8["megabytes"] > int4["megabytes"]
     assert int4["kl"] > gptq["kl"] > int8["kl"] > 0
+    found = json.loads(quantize_main(capsys, *flags, task, "--quantize", "int4"))
+    assert int4["accuracy"] == [found["acc"], found["acc_norm"]]
     for row in rows.values():
+        delta = [a - b for a, b in zip(row["accuracy"], base["accuracy"], strict=True)]
+        assert row["accuracy_delta"] == pytest.approx(delta) and len(delta) == 2
         assert math.isclose(row["perplexity"], math.exp(row["loss"]))
         assert row["loss_percent"] == pytest.approx(100 * (row["loss"] / base["loss"] - 1))
         speeds = zip(*(r["tokens_per_second"].values() for r in (row, base)), strict=True)
@@ -9618,7 +9628,8 @@ ALONE = [  # files, a check or a script, "" for the program, whether Triton is t
 ]
 ALONE_SLOW = [
     ("calibrate cpu gemm quantize sampling sparse speculative values", "", "installed", TABLE),
-    ("kv_select", "", "installed", TABLE),
+    ("kv_select ratings", "", "installed", TABLE),
+    ("energy", "", "installed", "(no energy counter|W)"),
     ("moe", "", "installed missing", r"(.*\n){5}"),
     ("moe", "", "interpreted", r"\A.*\n\Z"),
     ("chunked_loss recompute", "", "installed", ""),
@@ -9836,6 +9847,64 @@ def test_files_follow_the_dependency_rule():
         imports = project_imports()
         imports[module].add(other)
         assert any(re.search(fault, found) for found in dependency_faults(imports)), fault
+
+
+@cache
+def defined_names(path: Path) -> set[str]:
+    """The functions and classes at the top level of a file."""
+    return set(re.findall(r"^(?:async def|def|class) (\w+)", path.read_text(), re.MULTILINE))
+
+
+READING = REPO / "parallelism" / "READING.md"
+READING_LATER = "serving_plan kernel_model search pipeline_search device_search network_topology "
+READING_LATER = {f"parallelism/{name}.py" for name in (READING_LATER + "datacenter").split()}
+"""Files that the tables may name alone, without a function or a test, also if they do not exist."""
+
+
+def reading_faults(text: str) -> list[str]:
+    """What READING.md names and is not there. Rows: source, what it says, where (a file, then names
+    of it), tests; a source without a file or a test says why not."""
+    rows = [row for row in text.splitlines() if row.startswith("| ") and "| source |" not in row]
+    sources = Counter(row.split(" | ")[0] for row in rows)
+    faults = [f"repeated: {source}" for source, n in sources.items() if n > 1]
+    if len(rows) != int(re.search(r"(\d+) papers", text)[1]):
+        faults.append(f"{len(rows)} sources, and not what the heading says")
+    for row in rows:
+        source, says, where, shown = (cell.strip() for cell in row.strip("|").split(" | "))
+        names, found = set(), 0
+        for word in re.findall(r"[\w/]+\.(?:py|md)\b|`\w+`", where):
+            if "." in word and (REPO / word).is_file():
+                names, found = defined_names(REPO / word), found + 1
+            elif "." in word and word not in READING_LATER:
+                faults.append(f"{source}: no file {word}")
+            elif "." not in word and not (where.startswith("not here: ") or word[1:-1] in names):
+                faults.append(f"{source}: no {word}")
+        for test in re.findall(r"\w+", shown):
+            faults += [] if test in defined_names(Path(__file__)) else [f"{source}: no test {test}"]
+        excused = where.startswith("not here: ") or any(name in where for name in READING_LATER)
+        if not (says and (excused or (found and shown))):
+            faults.append(f"{source}: says nothing, or names no file or no test")
+    return faults
+
+
+READING_MISTAKES = [  # what is replaced by what, what is reported
+    ("`attention.py` `flash_attention`", "`attention.py` `flash_attent`", "no `flash_attent`"),
+    ("`moe.py`", "`moe2.py`", "no file moe2.py"),
+    ("`test_attention_chunked_memory`", "`test_chunked_memory`", "no test test_chunked_memory"),
+    ("`test_attention_chunked_memory`", "", "names no file or no test"),
+    ("parallelism/async_tp.py splits", "parallelism/async.py splits", "no file parallelism/async"),
+    ("| Cross attention |", "| Sparse attention |", "repeated: | Sparse attention"),
+    ("257 papers", "258 papers", "257 sources, and not"),
+]
+
+
+def test_files_reading_list_is_true():
+    """Every file, function and test that READING.md names exists; a spoilt table is reported."""
+    text = READING.read_text(encoding="utf-8")
+    assert not reading_faults(text)
+    for old, new, fault in READING_MISTAKES:
+        assert old in text, old
+        assert any(fault in found for found in reading_faults(text.replace(old, new))), fault
 
 
 @pytest.mark.parametrize("drawer", DRAWERS)
@@ -11981,6 +12050,366 @@ def test_cascade_is_fitted_to_held_out_text(tmp_path, capsys):
         with pytest.raises(SystemExit) as e:
             CASCADE.main([*common, *more])
         assert words in str(e.value) and "\n" not in str(e.value)
+
+
+# --------------------------------------------------------------------------------------------------
+# evaluate.py, lm_eval_model.py, ratings.py and energy.py
+# --------------------------------------------------------------------------------------------------
+
+
+def write_lines(path: Path, lines: Iterable[dict]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@lru_cache
+def python_task() -> list[DA.Question]:
+    return EVAL.python_questions()
+
+
+def test_evaluate_loglikelihoods_are_those_of_the_plain_forward():
+    """Of pairs with common prefixes, some longer than the context, in one batch; greedy or not."""
+    model, rng = random_model(tiny()), random.Random(0)
+    service = V.Service(model, K.DummyTokenizer(97), num_blocks=40, max_num_batched_tokens=48,
+                        max_num_seqs=8)  # fmt: skip
+    shots, pairs = [rng.randrange(3, 97) for _ in range(70)], []
+    for i in range(30):
+        draw = lambda n: [rng.randrange(3, 97) for _ in range(rng.randint(1, n))]
+        context, continuation = shots[: rng.choice((20, 70))] + draw(80), draw(9)
+        if i % 3 == 0:
+            continuation = greedy_tokens(model, torch.tensor([context[-110:]]), 4)
+            context = context[-110:]
+        pairs.append((context, continuation))
+    for (context, continuation), (nats, greedy) in zip(pairs, EVAL.loglikelihoods(service, pairs)):
+        ids = torch.tensor((context + continuation)[-127:])
+        logp = model(ids[None, :-1])[0].log_softmax(-1)[-len(continuation) :]
+        want = logp.gather(1, torch.tensor(continuation)[:, None]).sum()
+        assert nats == pytest.approx(float(want), abs=1e-3)
+        assert greedy == (logp.argmax(-1).tolist() == continuation)
+    assert service.engine.scheduler.n_hit_tokens > 0
+    for pair in (([5], []), ([], [5]), ([5], [5] * 127)):
+        with pytest.raises(ValueError, match="a continuation has"):
+            EVAL.loglikelihoods(service, [pair])
+
+
+def test_evaluate_accuracy_equals_the_formulas():
+    """acc, acc_norm by characters, standard errors and calibration of random scores, with ties."""
+    rng, questions, scores = np.random.default_rng(0), [], []
+    for _ in range(60):
+        choices = ["ä" * rng.integers(1, 9) for _ in range(rng.integers(2, 6))]
+        questions.append(DA.Question("", choices, int(rng.integers(len(choices)))))
+        scores.append(rng.integers(-9, 0, len(choices)).astype(float))
+    got = EVAL.accuracy(questions, [s.tolist() for s in scores])
+    right = np.array([np.argmax(s) == q.answer for s, q in zip(scores, questions)])
+    lengths = [np.array([len(c) for c in q.choices]) for q in questions]
+    norm = np.array([np.argmax(s / n) == q.answer for s, n, q in zip(scores, lengths, questions)])
+    confidence = np.array([(np.exp(s) / np.exp(s).sum()).max() for s in scores])
+    bins = np.array_split(np.argsort(confidence, kind="stable"), 10)
+    error = sum(abs(right[b].mean() - confidence[b].mean()) * len(b) for b in bins) / 60
+    means = [f(x) for x in (right, norm) for f in (np.mean, lambda x: x.std(ddof=1) / 60**0.5)]
+    assert 0 < right.mean() != norm.mean() < 1
+    assert astuple(got) == pytest.approx((60, *means, error))
+
+
+@pytest.mark.parametrize("source", ["own", "file"])
+def test_evaluate_shows_other_questions_answered(source, tmp_path):
+    """The first K others of the file, or of --set fewshot, each followed by an empty line."""
+    lines = [dict(prompt=f"Q{i}:", choices=[" a", " b"], answer=i % 2) for i in range(4)]
+    path, other = write_lines(tmp_path / "task", lines), write_lines(tmp_path / "shots", lines[1:3])
+    more = [] if source == "own" else ["--set", f"fewshot={other}"]
+    args = GCONF.parse_args(["--choices", str(path), "--num-fewshot", "2", *more])
+    prompts = [q.prompt for q in EVAL.read_task(args)]
+    if source == "file":
+        assert prompts[0] == "Q1: b\n\nQ2: a\n\nQ0:" and prompts[3].startswith("Q1: b\n\nQ2: a")
+    else:
+        assert prompts[0] == "Q1: b\n\nQ2: a\n\nQ0:" and prompts[1] == "Q0: a\n\nQ2: a\n\nQ1:"
+
+
+def test_evaluate_splits_context_and_continuation_as_one_text():
+    """Both parts are the ids of the whole text; a context's last space starts the continuation."""
+    tokenizer = K.load_tokenizer(SMALL)
+    for context, continuation in (("x = ", "foo(1)"), ("def f", "(a)"), ("a\n", "\tb"), ("", "x")):
+        a, b = EVAL.encode_pair(tokenizer, context, continuation)
+        assert a + b == tokenizer.encode(context + continuation) and b
+        assert a == tokenizer.encode(context.rstrip())
+
+
+def test_evaluate_python_questions_cannot_be_copied():
+    """The lines that follow are in the file and not in the prompt; the four choices differ."""
+    questions = python_task()
+    assert len(questions) > 60 and len({q.answer for q in questions}) == 4
+    for q in questions:
+        lines = [choice.removeprefix("\n") for choice in q.choices]
+        assert len({*lines}) == 4 and not {*lines} & {*q.prompt.splitlines()}
+        assert q.prompt.count("\n") == EVAL.PROMPT_LINES - 1
+
+
+def test_evaluate_prints_the_accuracy_of_a_model(tmp_path):
+    """--choices: text or JSON; the trained model is better than chance, and than random weights."""
+    path = write_lines(tmp_path / "task", (q._asdict() for q in python_task()[:16]))
+    found = generated(f"--choices {path} --checkpoint {DRAFT} --json")
+    nats = found.pop("loglikelihoods")
+    assert found == vars(EVAL.accuracy(python_task()[:16], nats)) and found["questions"] == 16
+    assert found["acc_norm"] > 0.25 and max(map(max, nats)) < 0
+    few = write_lines(tmp_path / "few", (q._asdict() for q in python_task()[:2]))
+    shown = generated(f"--choices {few} --checkpoint {DRAFT} --num-fewshot 1")["out"]
+    assert re.fullmatch(r"questions: 2\nacc: [\d.]+\n(.*\n){4}", shown)
+
+
+LM_EVAL_TASK = """
+task: local
+dataset_path: json
+dataset_kwargs: {data_files: %s}
+test_split: train
+fewshot_split: train
+fewshot_config: {sampler: first_n}
+output_type: multiple_choice
+doc_to_text: '{{prompt}}'
+doc_to_choice: choices
+doc_to_target: answer
+target_delimiter: ''
+metric_list: [{metric: acc}, {metric: acc_norm}]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shots", [0, 2])
+def test_evaluate_lm_eval_gives_the_accuracies_of_choices(shots, tmp_path):
+    """lm-eval's program with --model sheaf on a local task: acc, acc_norm, their standard errors
+    and every log-likelihood are those of --choices, also of int8 weights."""
+    pytest.importorskip("lm_eval", reason="pip install lm_eval==0.4.13")
+    path = write_lines(tmp_path / "task.jsonl", (q._asdict() for q in python_task()[:12]))
+    (tmp_path / "local.yaml").write_text(LM_EVAL_TASK % path)
+    argv = ["-m", "generation.lm_eval_model", "--model", "sheaf", "--tasks", "local"]
+    argv += ["--model_args", f"checkpoint={DRAFT},dtype=fp32,quantize=int8,max_num_seqs=8"]
+    argv += ["--include_path", tmp_path, "--output_path", tmp_path / "out", "--log_samples"]
+    done = run(*argv, "--num_fewshot", shots, "--device", "cpu", env={"HF_HUB_OFFLINE": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    (results,), (samples,) = (
+        [*(tmp_path / "out").rglob(f"{name}*")] for name in ("results", "samples")
+    )
+    theirs = json.loads(results.read_text())["results"]["local"]
+    flags = f"--num-fewshot {shots} --checkpoint {DRAFT} --quantize int8 --json"
+    ours = generated(f"--choices {path} {flags}")
+    for name in ("acc", "acc_norm"):
+        assert theirs[f"{name},none"] == ours[name]
+        assert theirs[f"{name}_stderr,none"] == pytest.approx(ours[f"{name}_stderr"])
+    lines = sorted(map(json.loads, samples.read_text().splitlines()), key=lambda s: s["doc_id"])
+    for line, nats in zip(lines, ours["loglikelihoods"], strict=True):
+        got = [float(value) for value, _ in line["filtered_resps"]]
+        assert got == pytest.approx(nats, abs=0.05)  # int8 rounds by the rows of a step
+
+
+@pytest.mark.slow
+def test_evaluate_lm_eval_class_scores_texts_and_generates():
+    """loglikelihood_rolling == the log-probabilities of --perplexity, beyond the context the sum
+    over lm-eval's windows; generate_until == greedy text up to the stop string, or sampled text;
+    contexts may be empty or too long. Unknown --model_args are named."""
+    pytest.importorskip("lm_eval", reason="pip install lm_eval==0.4.13")
+    LME = importlib.import_module("generation.lm_eval_model")
+    lm = LME.SheafLM(checkpoint=str(SMALL), dtype="fp32", device="cpu", batch_size=4)
+    ask = lambda method, *args: method([SimpleNamespace(args=a) for a in args])
+    text = "import os\n\n\ndef f(a):\n    return a\n"
+    total, long = ask(lm.loglikelihood_rolling, (text,), (text * 60,))
+    assert total == pytest.approx(sum(e["logprob"] for e in score_entries(text, 0)), abs=1e-3)
+    model, ids, window = http_small()[0], lm.tokenizer.encode(text * 60, bos=False), 510
+    ids, want = [*lm.prefix, *ids], 0.0
+    for at in range(1, len(ids), window):  # the last window has the context of a whole one
+        row = ids[max(0, min(at + window, len(ids)) - window - 1) : at + window]
+        with torch.inference_mode():
+            logp = model(torch.tensor([row[:-1]]))[0].log_softmax(-1)
+        new = min(window, len(ids) - at)
+        want += logp.gather(1, torch.tensor(row[1:])[:, None])[-new:].sum().item()
+    assert len(ids) > window + 1 and long == pytest.approx(want, abs=0.05)
+    prompt, flags = "def f(self", "--temperature 0 --max-new-tokens 20 --json"
+    greedy, stopped, sampled, cut = ask(
+        lm.generate_until, (prompt, dict(max_gen_toks=20)), (prompt, dict(until=["\n"])),
+        (prompt, dict(do_sample=True, temperature=5.0, max_gen_toks=20)),
+        ("x" * 5000, dict(max_gen_toks=500, until="")),
+    )  # fmt: skip
+    assert greedy == generated(flags, prompt)["text"] and stopped == greedy.partition("\n")[0]
+    assert sampled != greedy and isinstance(cut, str)
+    ((nats, is_greedy),) = ask(lm.loglikelihood, (prompt, greedy))
+    assert is_greedy and nats < 0 and ask(lm.loglikelihood, ("", "import"))[0][0] < 0
+    with pytest.raises(ValueError, match="--model_args colour"):
+        LME.SheafLM(colour="red")
+
+
+def draw_votes(seed: int) -> tuple[list[RATE.Vote], dict[str, float]]:
+    """Votes between models of known ratings, a tenth of them ties."""
+    rng = random.Random(seed)
+    truth = {f"m{i}": rng.uniform(-250, 250) for i in range(rng.randint(2, 7))}
+    votes = []
+    for a, b in rng.choices([*combinations(truth, 2)], k=1500):
+        p = 1 / (1 + 10 ** ((truth[b] - truth[a]) / 400))
+        votes.append(RATE.Vote(a, b, 0.5 if rng.random() < 0.1 else float(rng.random() < p)))
+    return votes, truth
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_evaluate_bradley_terry_solves_the_likelihood_equations(seed):
+    """At the fit the expected wins are the wins; standard errors are those of autograd's Hessian;
+    ratings are near the true ones, but for ties, and do not depend on the votes' order."""
+    votes, truth = draw_votes(seed)
+    models, wins = RATE.count_wins(votes)
+    assert models == sorted(truth) and wins.sum() == len(votes)
+    ratings, errors = RATE.bradley_terry(wins)
+    R, won, expected = dict(zip(models, ratings.tolist())), Counter(), Counter()
+    for a, b, result in votes:
+        p = 1 / (1 + 10 ** ((R[b] - R[a]) / 400))
+        won[a], won[b] = won[a] + result, won[b] + 1 - result
+        expected[a], expected[b] = expected[a] + p, expected[b] + 1 - p
+    assert all(won[m] == pytest.approx(expected[m], abs=1e-5) for m in models)
+    assert ratings.mean() == pytest.approx(1000)
+
+    def nats(r: torch.Tensor) -> torch.Tensor:
+        return (wins * F.logsigmoid((r[:, None] - r) * math.log(10) / 400)).sum()
+
+    hessian = torch.autograd.functional.hessian(nats, ratings)
+    close(errors, torch.linalg.pinv(-hessian).diag().sqrt(), 1e-6)
+    true = torch.tensor([truth[m] for m in models])
+    gap = (ratings - 1000) - (true - true.mean())
+    assert (gap.abs() < 4 * errors + 0.12 * 250).all()  # ties draw ratings together
+    random.Random(0).shuffle(votes)
+    close(RATE.bradley_terry(RATE.count_wins(votes)[1])[0], ratings, 1e-9)
+
+
+def test_evaluate_elo_is_the_running_formula():
+    """From 1000, by K times the surprise: an even win moves 2 points of K = 4, an even tie none;
+    the sum stays; order matters."""
+    win, tie = RATE.Vote("a", "b", 1.0), RATE.Vote("a", "b", 0.5)
+    assert RATE.elo([win]) == {"a": 1002.0, "b": 998.0} and set(RATE.elo([tie]).values()) == {1000}
+    votes, _ = draw_votes(3)
+    R = dict.fromkeys(sorted({v.a for v in votes} | {v.b for v in votes}), 1000.0)
+    for a, b, result in votes:
+        ea = 10 ** (R[a] / 400) / (10 ** (R[a] / 400) + 10 ** (R[b] / 400))
+        R[a], R[b] = R[a] + 16 * (result - ea), R[b] + 16 * (ea - result)
+    got = RATE.elo(votes, 16)
+    assert got == pytest.approx(R) and sum(got.values()) == pytest.approx(1000 * len(got))
+    assert RATE.elo(votes[::-1], 16) != pytest.approx(R)
+
+
+def test_evaluate_ratings_program_reads_both_formats(tmp_path, capsys):
+    """The page's exported votes and LMSYS's give the same table, best first; the page writes the
+    fields that it reads. Votes without a finite rating, and broken lines, are one line."""
+    page = (REPO / "serving" / "page.html").read_text()
+    assert "chosen_model: best.model, rejected_model: other.model" in page
+    wins = [("x", "y")] * 6 + [("y", "x")] * 3 + [("y", "z"), ("z", "y"), ("z", "x")]
+    ours = [dict(chosen_model=a, rejected_model=b, prompt="") for a, b in wins]
+    winner = lambda a, b: "model_a" if a < b else "model_b"
+    theirs = [dict(model_a=min(p), model_b=max(p), winner=winner(*p)) for p in wins]
+    shown = []
+    for lines in (ours, theirs):
+        RATE.main([str(write_lines(tmp_path / "votes", lines))])
+        shown.append(capsys.readouterr().out)
+    assert shown[0].splitlines()[1:] != [] and shown[0] == shown[1]
+    assert [line.split()[0] for line in shown[0].splitlines()[1:]] == ["z", "x", "y"]
+    for lines, words in (
+        (ours[:6], "y never beats x"),
+        ([dict(chosen_model="x")], 'line 1: "chosen_model" and "rejected_model"'),
+        ([dict(model_a="x", model_b="y")], 'line 1: "winner" must be'),
+        ([], "holds no votes"),
+    ):
+        with pytest.raises(SystemExit) as e:
+            RATE.main([str(write_lines(tmp_path / "votes", lines))])
+        assert words in str(e.value) and "\n" not in str(e.value)
+
+
+def rapl_zone(folder: Path, name: str, microjoules: int) -> Path:
+    folder.mkdir(parents=True)
+    for file, text in (("name", name), ("energy_uj", microjoules), ("max_energy_range_uj", 10**7)):
+        (folder / file).write_text(f"{text}\n")
+    return folder
+
+
+def test_evaluate_rapl_adds_packages_and_memory_across_a_wrap(tmp_path):
+    """Two packages and a memory zone, of which two wrap around; cores, which a package contains,
+    and the platform's zone are not added. Unreadable or missing counters are named."""
+    with pytest.raises(ValueError, match=f"RAPL: {tmp_path} has no CPU package"):
+        ENERGY.rapl_counter(tmp_path)
+    names = ["package-0", "core", "dram", "package-1", "psys"]
+    starts = [9_000_000, 0, 9_500_000, 5, 0]
+    zones = [rapl_zone(tmp_path / f"intel-rapl:{i}", *z) for i, z in enumerate(zip(names, starts))]
+    joules = ENERGY.rapl_counter(tmp_path)
+    assert joules() == 0
+    for zone, value in zip(zones, (500_000, 800_000, 250_000, 2_000_005, 900_000)):
+        (zone / "energy_uj").write_text(str(value))
+    assert joules() == pytest.approx(1.5 + 0.75 + 2.0)
+    (zones[0] / "energy_uj").write_text("400000")
+    assert joules() == pytest.approx(4.25 + 9.9)
+    (zones[0] / "energy_uj").unlink()
+    with pytest.raises(ValueError, match="RAPL: .*energy_uj: No such file"):
+        ENERGY.rapl_counter(tmp_path)
+
+
+def test_evaluate_nvml_reads_the_gpu_of_this_bus(monkeypatch):
+    """The counter of the GPU with a PCI id, in joules; an error code and a missing library are
+    named."""
+    calls, codes, millijoules = [], Counter(), iter((1000, 1500, 4500))
+
+    def handle(pci: bytes, out) -> int:
+        calls.append(pci)
+        out._obj.value = 7
+        return codes["handle"]
+
+    def energy(handle: ctypes.c_void_p, out) -> int:
+        assert handle.value == 7
+        out._obj.value = next(millijoules)
+        return codes["energy"]
+
+    library = SimpleNamespace(
+        nvmlInit_v2=lambda: 0, nvmlDeviceGetHandleByPciBusId_v2=handle,
+        nvmlDeviceGetTotalEnergyConsumption=energy,
+    )  # fmt: skip
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+    joules = ENERGY.nvml_counter("00000000:3b:00.0")
+    assert (joules(), joules(), calls) == (1.5, 4.5, [b"00000000:3b:00.0"])
+    codes["handle"] = 6
+    with pytest.raises(ValueError, match="NVML: nvmlDeviceGetHandleByPciBusId_v2 returned error 6"):
+        ENERGY.nvml_counter("00000000:3b:00.0")
+    monkeypatch.setattr(ctypes, "CDLL", MagicMock(side_effect=OSError))
+    with pytest.raises(ValueError, match="NVML: no libnvidia-ml.so.1"):
+        ENERGY.nvml_counter("00000000:3b:00.0")
+
+
+def test_evaluate_bench_divides_joules_by_all_new_tokens(monkeypatch):
+    """--bench --energy: 30 joules a run over the tokens of both rows, prefill included; without a
+    counter one line says why, and the run goes on."""
+    flags = "--dummy draft --prompt-tokens 8 --n 2 --max-new-tokens 5 --bench 2 --energy --json"
+    monkeypatch.setattr(ENERGY, "open_counter", lambda device: partial(next, count(0, 30)))
+    assert generated(flags)["joules_per_token"] == 3.0
+    monkeypatch.undo()
+    monkeypatch.setattr(ENERGY, "POWERCAP", Path("/nowhere"))
+    done = run_generate(*flags.replace("--json", "--device cpu").split())
+    first, last = done.err.splitlines()
+    assert first == "generate.py: --energy: not measured: RAPL: /nowhere has no CPU package"
+    assert done.code == 0 and "tok/s" in last and "J per token" not in last
+
+
+def question_file(line: str) -> Callable[[], object]:
+    def read() -> object:
+        with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as f:
+            f.write(line)
+            f.flush()
+            return DA.read_questions(Path(f.name))
+
+    return read
+
+
+QUESTION = dict(prompt="p", choices=["a", "b"], answer=1)
+REFUSED |= {
+    f"evaluate: {change}": (question_file(json.dumps(QUESTION | change)), f"line 1: .*{words}")
+    for change, words in (
+        (dict(prompt=3), '"prompt" must be a string'),
+        (dict(choices="ab"), '"choices" must be two or more'),
+        (dict(choices=["a"]), '"choices" must be two or more'),
+        (dict(choices=["a", ""]), '"choices" must be two or more'),
+        (dict(answer=2), '"answer" must be from 0 to 1, not 2'),
+        (dict(answer=-1), '"answer" must be from 0 to 1, not -1'),
+        (dict(answer="b"), '"answer" must be a number'),
+    )
+}
+REFUSED |= {"evaluate: no lines": (question_file("\n"), "holds no questions")}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -31903,6 +32332,8 @@ def same_text(got: dict, want: dict, tolerance: float = 1e-5) -> None:
         assert [top["token"] for top in a["top"]] == [top["token"] for top in b["top"]]
         assert abs(a["logprob"] - b["logprob"]) < 1e-4
     assert got.get("nats_per_token") == pytest.approx(want.get("nats_per_token"), rel=tolerance)
+    a, b = (sum(output.get("loglikelihoods", ()), []) for output in (got, want))
+    assert a == pytest.approx(b, rel=10 * tolerance)
     for a, b in zip(got.get("samples", ()), want.get("samples", ()), strict=True):
         same_text(a, b, tolerance)
 
@@ -31970,6 +32401,7 @@ def generate_files(tmp_path_factory) -> dict[str, Path]:
     for name, checkpoint in (("small8", SMALL), ("moe8", MOE)):
         generated(f"--checkpoint {checkpoint} --quantize int8 --save {at / name}")
     serving_file(at / "requests.jsonl", SERVING_MIXED)
+    write_lines(at / "questions.jsonl", (q._asdict() for q in python_task()[:3]))
     write_expert_load(at)
     files = {path.stem: path for path in at.iterdir()}
     return files | dict(
@@ -31988,6 +32420,7 @@ GENERATE_MODES = {
     "interactive": "--interactive --set ctx_size=99 --temperature 0 --max-new-tokens 8",
     "serving": "--bench-serving 3 --json --kv-blocks 64 --set output_tokens=2:5",
     "program": f"--program {REPO}/generation/program_examples.py:streaming_pipeline",
+    "choices": "--choices {questions} --num-fewshot 1 --json",
 }
 GENERATE = """
 greedy samples perplexity interactive |                                 | --attention flash |
@@ -32001,6 +32434,7 @@ greedy samples perplexity batch |                                       | --offl
 greedy batch                    | --checkpoint {moe}                    | --offload {disk}  |
 greedy                          | --speculate ngram                     | --reference {text} |
 batch | | --policy longest-prefix --set continuous=false            |
+choices                         |                 | --offload cpu --max-num-seqs 2          |
 batch                           |                                       | --reorder         |
 batch                           |                       | --set kv_layout=virtual           |
 program                         |                                       | --max-num-seqs 1  |
@@ -32068,6 +32502,7 @@ shared_prefix arrival_cv | --bench-serving  | 0
 fixed_max             | --attention flash   | -1 0 1e30
 drain_timeout         | --serve             | 0 1e30
 max_queue             | --serve             |
+num_fewshot           | --choices           | 0
 request_timeout       | --serve             | 1e30
 """
 
@@ -32109,6 +32544,13 @@ x --checkpoint Qwen/Qwen3-8B                | Qwen/Qwen3-8B download it
 --perplexity /nowhere                       | --perplexity /nowhere
 --perplexity {SMALL}/model.safetensors      | --perplexity UTF-8
 --perplexity /dev/null                      | --perplexity too short
+--choices /dev/null/x                       | --choices /dev/null/x: give a JSONL file
+--choices README.md                         | --choices README.md: line 1 "choices" "answer"
+--choices --num-fewshot 9999                | --num-fewshot 9999 standard library other questions
+x --num-fewshot 2                           | --num-fewshot requires --choices
+--choices --set fewshot=x                   | --set fewshot requires --num-fewshot
+--choices --num-fewshot 1 --set fewshot=/dev/null/x | --set fewshot=/dev/null/x: JSONL
+x --energy                                  | --energy requires --bench
 x --dummy nothing                           | --dummy nothing
 --interactive --system-prompt s             | --system-prompt no chat template
 x --chat                                    | --chat no chat template
@@ -32202,6 +32644,8 @@ def test_generate_refuses_bad_flags(flags, words):
 # flags | each cannot be combined with them
 GENERATE_EXCLUDES = """
 --perplexity f                    | --temperature=0 --n=2 x
+--choices f | x --temperature=0 --perplexity=f --batch=f --speculate=ngram --cascade=f --cp=2
+--energy --bench                  | --tp=2 --cp=2
 --dummy draft                     | --checkpoint=x --chat
 --interactive                     | --n=2 --json x
 --prompt-tokens 8                 | x
@@ -33217,6 +33661,7 @@ slow 4 | --cp 4                       | {greedy} --checkpoint {deeper} |
 slow 2 | --tp 2 --compile             | {greedy} --checkpoint {qwen} |
 slow 2 | --tp 2 --compile             | {greedy} --checkpoint {moe} --n 2 |
 slow 2 | --tp 2                       | {perplexity} |
+slow 2 | --tp 2                       | --choices {questions} --json --kv-blocks 64 |
 slow 2 | --tp 2 --quantize int8       | {perplexity} | 0.01
 slow 2 | --tp 2 --quantize int4       | {perplexity} | 0.15
 slow 2 | --tp 2 --speculate draft     | {greedy} --n 2 --max-new-tokens 60 |
@@ -33411,7 +33856,8 @@ def test_generate_tp_pp_ep_equal_one_process(
     if "--json" in text.split() and "perplexity" not in text and "bench" not in text:
         kinds = [f"{kind[2:]} {n}" for kind, n in re.findall(r"(--[tpc]p) (\d)", on)]
         assert ranks[0]["err"].count("\n") == 1 and ", ".join(kinds) + "]" in ranks[0]["err"]
-    plain = not re.search("--(dummy|quantize|speculate|batch|bench|ep|perplexity)", f"{on} {text}")
+    others = "dummy|quantize|speculate|batch|bench|ep|perplexity|choices"
+    plain = not re.search(f"--({others})", f"{on} {text}")
     if "--cp" in on and "bench" not in text:  # a rank has slots for its share, and a block
         slots, max_len = ranks[0]["cache"][2], want["prompt_tokens"] + 12
         assert 0 <= slots - max_len / int(world) <= 32 and slots % 16 == 0

@@ -15,7 +15,7 @@ if __name__ == "__main__" and not __package__:
 import statistics
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -79,11 +79,15 @@ class RunTimings:
     decode_seconds: float  # all steps after the first
     decode_tokens: int  # of all rows, after the first step
     decode_bytes: int  # read by those steps, not counting the drafter
+    joules_per_token: float | None = None  # of the whole run, over the new tokens of all rows
 
 
-def time_steps(steps: Iterable[list[int]], decoder: Any, rows: list[Continuation]) -> RunTimings:
-    """Run all steps and time them."""
-    start = time.perf_counter()
+def time_steps(
+    steps: Iterable[list[int]], decoder: Any, rows: list[Continuation],
+    energy: Callable[[], float] | None = None,
+) -> RunTimings:  # fmt: skip
+    """Run all steps and time them. energy: joules so far, of generation/energy.py."""
+    joules, start = energy and energy(), time.perf_counter()
     n, prefill_seconds, decode_bytes = 0, 0.0, 0
     for _ in steps:
         if n == 0:
@@ -94,7 +98,9 @@ def time_steps(steps: Iterable[list[int]], decoder: Any, rows: list[Continuation
     decode_seconds = time.perf_counter() - start - prefill_seconds
     tokens = [len(row.tokens) for row in rows]
     decode_tokens = sum(tokens) - len(tokens)
-    return RunTimings(max(tokens), prefill_seconds, decode_seconds, decode_tokens, decode_bytes)
+    joules = energy and (energy() - joules) / sum(tokens)
+    timings = prefill_seconds, decode_seconds, decode_tokens, decode_bytes
+    return RunTimings(max(tokens), *timings, joules)
 
 
 def summarize(
@@ -119,6 +125,8 @@ def summarize(
             "device_gigabytes_per_second": bandwidth / 1e9,
             "bandwidth_share": speed * 1e9 / bandwidth,
         }
+    if runs[-1].joules_per_token is not None:
+        summary["joules_per_token"] = med(lambda r: r.joules_per_token)
     return {k: round(v, 4) for k, v in summary.items()}
 
 
@@ -149,6 +157,8 @@ def summary_line(s: dict[str, Any], device: str) -> str:
             f"{s['gigabytes_per_second']:.2f} GB/s, {s['bandwidth_share']:.0%} of the "
             f"{s['device_gigabytes_per_second']:.1f} GB/s measured here"
         )
+    if "joules_per_token" in s:
+        line += f"; {s['joules_per_token']:.4g} J per token"
     if "kv_tokens" in s:
         line += f"; up to {s['kv_tokens']} tokens per KV head"
     if "kv_fetched_bytes" in s:

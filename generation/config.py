@@ -53,6 +53,13 @@ class GenerateConfig(Settings):
     system_prompt: str | None = flag(None, "system message of a chat", metavar="TEXT")
     perplexity: Path | None = flag(
         None, "print the perplexity of this text and exit", metavar="FILE")
+    choices: str | None = flag(
+        None, "print the accuracy on multiple-choice questions and exit (generation/evaluate.py): "
+        "lines of prompt, choices and answer, a number from 0; without FILE: the next line of "
+        "Python's standard library", nargs="?", const="", metavar="FILE.jsonl")
+    num_fewshot: int = flag(
+        0, "answered questions before each of --choices", "0 or more", metavar="K")
+    fewshot: Path | None = rare(None, "file of these (default: the other questions)")
     json: bool = flag(False, "print one JSON object instead of text")
     ctx_size: int | None = rare(None, f"tokens of a conversation ({CHAT_CONTEXT})", "2 or more")
 
@@ -96,6 +103,7 @@ class GenerateConfig(Settings):
     bench: int | None = flag(
         None, "benchmark: N runs (default: 5) that ignore EOS; print medians", "1 or more",
         nargs="?", const=5, metavar="N")
+    energy: bool = flag(False, "with --bench: joules per token, if NVML or RAPL measures them")
     dummy: str | None = flag(
         None, f"random weights; CONFIG is a config.json or one of: {', '.join(CONFIGS)}",
         metavar="CONFIG")
@@ -140,7 +148,8 @@ class GenerateConfig(Settings):
         None, "write the quantized checkpoint to the folder OUT and exit; OUT.gguf: a GGUF file, "
         "quantized or not", metavar="OUT")
     quantize_report: bool = flag(
-        False, "print bytes, loss and speed of every scheme on this checkpoint and exit")
+        False, "print bytes, loss and speed (with --choices: accuracy) of every scheme on this "
+        "checkpoint and exit")
     quantize_skip: str = rare(
         "", "layers to keep in 16 bit: comma-separated names or substrings of names")
     calibration_text: Path | None = rare(
@@ -314,7 +323,8 @@ SHARDED = "interactive calibrate save quantize_report"
 # setting, the settings of which it needs one
 REQUIRES = [
     ("logprobs", "json batch"), ("system_prompt", "chat interactive batch"),
-    ("ctx_size", "interactive"), ("out", "batch"), ("reorder", "batch"),
+    ("ctx_size", "interactive"), ("out", "batch"), ("reorder", "batch"), ("energy", "bench"),
+    ("num_fewshot", "choices"), ("fewshot", "num_fewshot"),
     ("group_size", "quantize quantize_report"),
     ("quantize_skip", "quantize quantize_report"), ("calibrate", "quantize"),
     ("calibration_text", "calibrate=gptq|awq|smoothquant|tacq|bias quantize_report early_exit"),
@@ -327,7 +337,7 @@ REQUIRES = [
     ("forced_acceptance", "speculate=ngram|draft|exit|mtp|head"),
     ("forced_acceptance", "bench bench_serving"),
     ("adapters", "batch serve"), ("merge_adapters", "adapters"), ("models", "batch serve"),
-    *((name, "batch bench_serving serve program") for name in (
+    *((name, "batch bench_serving serve program choices") for name in (
         "kv_blocks", "block_size", "max_num_batched_tokens", "max_num_seqs", "kv_cache_dtype",
         "prefix_cache", "policy", "continuous", "kv_swap", "kv_layout")),
     *((name, "bench_serving") for name in (
@@ -358,6 +368,10 @@ EXCLUDES = [
      "it generates nothing"),
     ("save", f"{SINGLE} json batch bench_serving dummy {SAMPLING} compile speculate",
      "it generates nothing"),
+    ("choices", f"{SINGLE} batch bench_serving serve program save dummy {SAMPLING} speculate",
+     "it generates nothing"),
+    ("choices", "early_exit kv_budget cascade ep pp cp", "its engine scores prompts"),
+    ("energy", "tp pp ep cp", "it reads the counter of one device"),
     ("quantize_report", f"{SINGLE} batch bench_serving dummy quantize save speculate {SAMPLING}",
      "it runs every scheme on a text of its own"),
     ("calibrate", "dummy", "random weights have no activations to calibrate"),

@@ -541,6 +541,9 @@ class ReportRow:
     agreement: float  # fraction of positions with the same argmax
     tokens_per_second: dict[int, float]  # by batch size
     slower: list[int]  # batch sizes at which 16 bits is faster
+    # with --choices: acc and acc_norm of generation/evaluate.py, and their difference from 16 bits
+    accuracy: tuple[float, ...] = ()
+    accuracy_delta: tuple[float, ...] = ()
 
 
 def check_report(args: GenerateConfig) -> None:
@@ -563,9 +566,10 @@ def report(
     dtype: torch.dtype | None,
     tokenizer: Tokenizer,
     speed: Callable[[Transformer, int], float],
+    accuracy: Callable[[Tokenizer, Transformer], tuple[float, float]] | None,
 ) -> Iterator[ReportRow]:
     """Yield a ReportRow for each scheme, 16 bits first. speed(model, batch size) -> tokens per
-    second of decoding; it may prepare the model for that."""
+    second of decoding; it may prepare the model for that. accuracy: see ReportRow."""
     reference = load_checkpoint(args.checkpoint, device, dtype)
     validate_skip(reference, skip_names(args, reference.config))
     batches = calibration_text(args, reference, tokenizer)
@@ -578,10 +582,13 @@ def report(
             continue
         size = sum(t.nbytes for t in {*model.parameters(), *model.buffers()})
         loss, kl, agreement = compare(reference, model, validation)
+        found = () if accuracy is None else accuracy(tokenizer, model)
+        delta = tuple(a - b for a, b in zip(found, baseline.accuracy if baseline else found))
         speeds = {b: speed(model, b) for b in BATCH_SIZES}
         slower = [b for b in BATCH_SIZES if baseline and speeds[b] < baseline.tokens_per_second[b]]
         percent, ppl = 100 * (loss / baseline.loss - 1) if baseline else 0.0, math.exp(loss)
-        row = ReportRow(label, size / 1e6, loss, ppl, percent, kl, agreement, speeds, slower)
+        quality = loss, ppl, percent, kl, agreement
+        row = ReportRow(label, size / 1e6, *quality, speeds, slower, found, delta)
         baseline = baseline or row
         yield row
 
@@ -641,11 +648,13 @@ def report_line(r: ReportRow) -> str:
         f"{r.scheme:<25}{r.megabytes:>9.2f}{r.loss:>9.4f}{r.loss_percent:>8.2f}%"
         f"{r.perplexity:>9.3f}{r.kl:>9.5f}{r.agreement:>7.1%}"
         + "".join(f"{text:>12}" for text in speeds)
+        + "".join(f"{a:>8.1%}{100 * d:>+7.1f}" for a, d in zip(r.accuracy, r.accuracy_delta))
     )
 
 
 REPORT_HEADER = f"{'scheme':<25}{'MB':>9}{'loss':>9}{'more':>9}{'ppl':>9}{'KL':>9}{'same':>7}"
 REPORT_HEADER += "".join(f"{f'tok/s x{b}':>12}" for b in BATCH_SIZES)
+ACCURACY_HEADER = f"{'acc':>8}{'+/-':>7}{'norm':>8}{'+/-':>7}"  # percent; points against 16 bits
 
 
 def plot(rows: Sequence[ReportRow], path: Path) -> None:
@@ -672,13 +681,14 @@ def plot(rows: Sequence[ReportRow], path: Path) -> None:
 def print_report(
     args: GenerateConfig, device: torch.device, dtype: torch.dtype | None,
     speed: Callable[[Transformer, int], float],
+    accuracy: Callable[[Tokenizer, Transformer], tuple[float, float]] | None = None,
 ) -> None:  # fmt: skip
     """--quantize-report: print a line per scheme, or with --json a list of them; plot them to
-    args.plot."""
+    args.plot. accuracy: see ReportRow."""
     check_report(args)
     rows, show = [], (lambda line: None) if args.json else partial(print, flush=True)
-    show(REPORT_HEADER)
-    for row in report(args, device, dtype, load_tokenizer(args.checkpoint), speed):
+    show(REPORT_HEADER + ACCURACY_HEADER * (accuracy is not None))
+    for row in report(args, device, dtype, load_tokenizer(args.checkpoint), speed, accuracy):
         show(report_line(row))
         rows.append(row)
     show("* slower than 16 bit")

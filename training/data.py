@@ -54,7 +54,7 @@ from fractions import Fraction
 from functools import lru_cache, partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,6 +72,14 @@ BatchEncode = Callable[[list[str]], list[list[int]]]  # texts to ids, without BO
 Fit = Callable[[Sequence[int], int], list[list[int]]]  # (lengths, capacity) -> indices per bin
 Render = Callable[[Messages, bool], str]  # (messages, add_generation_prompt): a chat template
 Preference = tuple[Any, Any, Any]  # prompt, chosen, rejected: strings, or lists of messages
+
+
+class Question(NamedTuple):
+    """A multiple-choice question. A choice continues the prompt: its leading space is its own."""
+
+    prompt: str
+    choices: list[str]
+    answer: int  # index of the right choice
 
 
 def _check(condition: Any, message: str) -> None:
@@ -749,6 +757,21 @@ def read_prompts(path: Path) -> list[tuple[str | Messages, str]]:
         pairs.append((prompt, str(_field(where, found, "answer", str, int, float))))
     _check(pairs, f"{path}: holds no prompts")
     return pairs
+
+
+def read_questions(path: Path) -> list[Question]:
+    """Multiple-choice questions of JSONL with "prompt", "choices" and "answer"."""
+    found = []
+    for where, line in _objects(path, '"prompt", "choices" and "answer"'):
+        prompt, answer = _field(where, line, "prompt", str), _field(where, line, "answer", int)
+        choices = line.get("choices")
+        ok = isinstance(choices, list) and all(isinstance(c, str) and c for c in choices)
+        _check(ok and len(choices) > 1, f'{where}: "choices" must be two or more texts, none empty')
+        ok = 0 <= answer < len(choices)
+        _check(ok, f'{where}: "answer" must be from 0 to {len(choices) - 1}, not {answer}')
+        found.append(Question(prompt, choices, answer))
+    _check(found, f"{path}: holds no questions")
+    return found
 
 
 def chat_tokens(messages: Messages, render: Render, encode: Callable[[str], list[int]]) -> Tensor:
