@@ -266,6 +266,13 @@ FILES = {  # every Python file of the project except this one: name -> path
 INF = math.inf
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("repeatable")
+
+
+def one_in(n: int, values: Iterable) -> list:
+    """Parameters, of which every n-th is in the default suite and the others are slow."""
+    param = lambda v: v if isinstance(v, type(pytest.param())) else pytest.param(v)
+    marks = lambda v, i: v.marks or [pytest.mark.slow] * (i % n > 0)
+    return [pytest.param(*v.values, id=v.id, marks=marks(v, i)) for i, v in enumerate(map(param, values))]
 PRODUCT_PATHS = set(map(str, FILES.values()))
 torch.set_num_threads(1)  # tiny models: a second thread costs more than it saves
 SMALL, DRAFT, MOE = (REPO / "checkpoints" / name for name in ("small", "draft", "moe"))
@@ -3206,7 +3213,7 @@ def test_attention_in_plain_torch_equals_the_reference(name, attend, monkeypatch
     check(attend, named_case(name))
 
 
-@pytest.mark.parametrize("name", [*map(str, range(10)), *CORNERS, *SLOW_SEEDS])
+@pytest.mark.parametrize("name", one_in(2, [*map(str, range(10)), *CORNERS, *SLOW_SEEDS]))
 def test_attention_flash_equals_the_reference(name):
     """The kernels, on given and random cases: output, lse and every gradient."""
     check(A.flash_attention, named_case(name))
@@ -3374,6 +3381,7 @@ def peak_bytes(run) -> int:
     return max(accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
 
 
+@pytest.mark.slow
 def test_attention_chunked_memory():
     """Twice the tokens, forward and backward: chunked and flash attention peak at about twice the
     memory, the reference, which stores all scores, at about four times."""
@@ -3501,6 +3509,7 @@ def test_attention_fp8_error():
 
 
 @needs_fp8
+@pytest.mark.slow
 def test_attention_fp8_blocks_and_rotation_beat_one_scale(monkeypatch):
     """On FlashAttention-3's data with outliers (section 4.3), N(0, 1) + Bernoulli(0.001) N(0, 100),
     the error is below that with one scale per tensor and no rotation (0.053 and 0.066)."""
@@ -3648,7 +3657,7 @@ GRAPHS = dict(
 )
 
 
-@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("graph", one_in(3, GRAPHS))
 def test_attention_compiled_or_checkpointed_equals_eager(graph):
     """Compiled with fullgraph=True, also for a second length: equal forward and backward. Run twice
     under activation checkpointing: the same bits."""
@@ -5051,7 +5060,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.model.hook = lambda: None
 
 
-@pytest.mark.parametrize("max_examples", [12, pytest.param(90, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("max_examples", [4, pytest.param(150, marks=pytest.mark.slow)])
 def test_engine_keeps_its_promises(max_examples):
     """Whatever is added, aborted, forked, handed over, interrupted, fails or is NaN, with drafts or
     none: every token is greedy decoding's, delivered once, no request affects another, all end, and
@@ -5067,7 +5076,7 @@ def test_engine_keeps_its_promises(max_examples):
     wanted = {*ENGINE_HOOKS, *DRAFT_HOOKS, *ENGINE_ACTIONS, "aborted", "moved"}
     wanted |= {"preemptions", "accepted", "hit_rate", "eos"}
     missing = {event for event in wanted if not EngineMachine.events[event]}
-    assert not missing or max_examples < 90, missing
+    assert not missing or max_examples < 150, missing
 
 
 # ---- the Engine: tables of options, samplers and ends ----
@@ -5103,7 +5112,7 @@ ENGINES = {  # name: model, options
 }
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", one_in(2, ENGINES))
 def test_engine_options_change_no_output(name):
     """Shared prefixes, priorities, several samples, in blocks that held NaN; without drafts, and
     with drafts all right, mixed or all wrong: tokens, log-probabilities and timestamps are those of
@@ -7375,7 +7384,7 @@ def fp8_train(folder: Path, out: Path, config: str, flags: str) -> int:
 
 @quantize_cases(
     "config, flags",
-    [("dense", "--fp8 blockwise"), ("dense", "--qat int4")],
+    [("dense", "--qat int4")],
     ["dense", "moe"],
     ["--fp8 rowwise", "--fp8 blockwise", "--qat int4"],
 )
@@ -7505,7 +7514,7 @@ def test_quantize_model_tacq_beats_random_and_magnitude(quantize_calibration, mo
 
 
 @pytest.mark.parametrize("folder", [SMALL, MOE], ids=["llama", "deepseek"])
-@pytest.mark.parametrize("method", ["awq", "smoothquant"])
+@pytest.mark.parametrize("method", one_in(2, ["awq", "smoothquant"]))
 def test_quantize_model_folds_keep_the_models_output(folder, method, quantize_calibration):
     """AWQ's and SmoothQuant's folds change most norms, and the logits by at most 1e-5 of them."""
     model, tokens = HF.load_checkpoint(folder, dtype=torch.float32), quantize_calibration[0][:2]
@@ -10461,8 +10470,7 @@ def plain_texts(form: str, n: int, new: int) -> list[list[list[int]]]:
     "kind, form, n",
     spec_forms(
         SPEC_KINDS,
-        [(kind, "dense", 4) for kind in ("draft", "staged", "exit", "head")]
-        + [("ngram", "int8", 4), ("tree", "window", 4), ("mtp", "moe", 4), ("tree", "moe", 4)],
+        [("staged", "dense", 4), ("draft", "dense", 4), ("tree", "window", 4), ("mtp", "moe", 4)],
     ),
 )
 def test_drafting_greedy_equals_plain_greedy(kind, form, n, tmp_path):
@@ -10500,8 +10508,7 @@ def batch_of_prompts(form: str, n: int) -> tuple[list, list, list]:
     "kind, form, n",
     spec_forms(
         ("ngram", "draft", "exit", "mtp", "head"),
-        [("draft", "dense", 7), ("head", "dense", 7), ("mtp", "moe", 7), ("exit", "window", 7)]
-        + [("ngram", "int8", 7)],
+        [("mtp", "moe", 7), ("ngram", "int8", 7)],
     ),
 )
 def test_drafting_in_batches_equals_plain_decoding(kind, form, n, tmp_path):
@@ -10599,7 +10606,7 @@ def sampled_p_value(kind, samples, tmp_path, k="3", *flags) -> float:
 
 @pytest.mark.parametrize(
     "kind, samples",
-    [("draft", 12_000), ("tree", 12_000)]
+    [("draft", 12_000)]
     + [
         pytest.param(kind, 1800 if kind == "staged" else 24_000, marks=pytest.mark.slow)
         for kind in SPEC_KINDS
@@ -10892,6 +10899,7 @@ def test_drafting_forced_acceptance_ignores_the_logits():
             assert out[row, : count + 1].tolist() == [0] * count + [own[row, count].item()]
 
 
+@pytest.mark.slow
 def test_drafting_stats_and_finish_reasons(capsys):
     """Command line: text and tokens as without drafts, ended by a stop string or a length inside an
     accepted run; the statistics are consistent; --bench has the speed-up."""
@@ -11288,6 +11296,7 @@ def test_early_exit_thresholds_hold_against_any_drift(seed, target):
 
 
 @torch.inference_mode()
+@pytest.mark.slow
 def test_early_exit_on_held_out_text_keeps_its_target():
     """checkpoints/small on held-out code, then prose: thresholds tuned online keep 99% in every
     window across the change, while tokens are released on both sides of it. With fixed thresholds,
@@ -12650,8 +12659,7 @@ def structured_texts() -> tuple[list, list, list]:
 
 @pytest.mark.parametrize(
     "kind",
-    [None, "draft", "tree"]
-    + [pytest.param(kind, marks=pytest.mark.slow) for kind in ("ngram", "staged", "exit", "head")],
+    one_in(7, [None, "draft", "tree", "ngram", "staged", "exit", "head"]),
 )
 def test_structured_decoding_equals_the_definition(kind):
     """Greedy, sampled, and warped, with each drafter, beside unconstrained rows, with n samples and
@@ -13863,7 +13871,7 @@ def test_replica_timestamps_are_the_engines(policy, swap, cache, blocks):
 
 
 @pytest.mark.parametrize("policy", POLICY.POLICIES)
-@pytest.mark.parametrize("action", ["discard", "preserve", "swap"])
+@pytest.mark.parametrize("action", one_in(3, ["swap", "discard", "preserve"]))
 def test_replica_plans_many_steps_at_once(policy, action):
     """Planned together or one by one, all steps have the same timestamps; most are planned
     together."""
@@ -13909,7 +13917,9 @@ def test_replica_keeps_kv_during_tool_calls():
     assert run["preserve"] < run["discard"] and run["swap"] < run["discard"]
 
 
-@pytest.mark.parametrize("rate, tokens", [(2, "100:400"), (8, "300:900")])
+@pytest.mark.parametrize(
+    "rate, tokens", [(2, "100:400"), pytest.param(8, "300:900", marks=pytest.mark.slow)]
+)
 def test_replica_wastes_least_at_tool_calls(rate, tokens):
     """With short and long calls, min-waste is as good as the best fixed way; in overload better
     than discard and preserve, and worse than swap: its waste does not count those in the queue."""
@@ -14020,6 +14030,7 @@ def test_simulate_measures_an_engine(tmp_path):
     assert sizes == want and len(seconds) == len(sizes) and min(seconds) > 0
 
 
+@pytest.mark.slow
 def test_simulate_routers():
     """Power of two beats turns when requests differ in size; Preble and prefix-hash find more of
     shared prefixes cached than turns do, Preble with the shortest tail."""
@@ -14576,6 +14587,7 @@ def goodput_of_rank(config, env):
     return done.out if done.code == 0 else done.err
 
 
+@pytest.mark.slow
 def test_serving_trace_on_ranks(tmp_path):
     """Every placement on 3 ranks: each request's two times, positive and the same on all ranks, and
     --disaggregate auto has a row. If one rank of a worker fails, all end with an error."""
@@ -15139,7 +15151,7 @@ POLICY_SPECS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("spec", POLICY_SPECS)
+@pytest.mark.parametrize("spec", one_in(2, POLICY_SPECS))
 def test_policies_change_no_token(spec):
     """Requests of several clients and priorities with shared prefixes, on the real Engine with few
     blocks, with and without swapping: tokens are those of greedy decoding alone, and every
@@ -16121,6 +16133,7 @@ def test_server_reader_that_never_reads_is_cut_off(monkeypatch):
         done.result(10)
 
 
+@pytest.mark.slow
 def test_server_slow_reader_gets_larger_pieces():
     """A client that does not read does not delay the engine, and what it has not read is kept once:
     then it gets the rest in fewer events than there are tokens."""
@@ -16479,7 +16492,10 @@ def test_server_on_ranks_under_torchrun(monkeypatch):
     process.wait(20)
 
 
-@pytest.mark.parametrize("signals, drain_timeout", [(1, 60), (2, 60), (1, 0.5)])
+@pytest.mark.parametrize(
+    "signals, drain_timeout",
+    [(1, 60), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 60), (1, 0.5)))],
+)
 def test_server_drains(signals, drain_timeout):
     """The first SIGTERM: new calls get 503, the running one finishes, exit code 0. A second, or the
     end of --drain-timeout: it ends at once. One line of the log per call."""
@@ -16736,6 +16752,7 @@ def lockstep_rank(env) -> tuple:
     return results, dict(service.engine.counts), next(n_steps)
 
 
+@pytest.mark.slow
 def test_lockstep_ranks_equal_one_process(tmp_path, monkeypatch):
     """Requests that come, go and continue on rank 0, whose clock and free blocks differ from rank
     1's: tokens are those of one process, the ranks run the same steps and free every block, and
@@ -17241,8 +17258,11 @@ class FlakyDisaggregated(FlakyReplicas):
 
 @pytest.mark.parametrize(
     ("kind", "deaths"),
-    [(FlakyReplicas, 0), (FlakyReplicas, 20), (FlakyDisaggregated, 20)]
-    + [pytest.param(FlakyDisaggregated, 0, marks=pytest.mark.slow)],
+    [(FlakyReplicas, 20)]
+    + [
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in ((FlakyReplicas, 0), (FlakyDisaggregated, 20), (FlakyDisaggregated, 0))
+    ],
 )
 def test_cluster_streams_outlive_their_replicas(kind, deaths):
     """Texts, tokens, log-probabilities and finish reasons are those of one Engine, of samples too,
@@ -18053,7 +18073,7 @@ PROGRAM_PREFIX = '"""Tools for lists, dicts and sets. Every function returns a n
 PROGRAM_SAMPLING = [{}, dict(temperature=0.9, seed=7), dict(temperature=1.3, seed=5, top_p=0.9)]
 
 
-@pytest.mark.parametrize("params", PROGRAM_SAMPLING, ids=str)
+@pytest.mark.parametrize("params", one_in(3, PROGRAM_SAMPLING), ids=str)
 def test_programs_equal_calls_alone(params):
     """Calls on the lines of a call, a call on theirs, and a forked text == each prompt alone,
     greedy and seeded, whatever runs beside them; also with few blocks and one sequence at a
@@ -18518,6 +18538,7 @@ def two_way(load: float, overhead: float, cv: float, n: int, seed: int) -> tuple
     return statistics.mean(dedicated), statistics.mean(both)
 
 
+@pytest.mark.slow
 def test_colocation_pipelines_wait_as_md1_says_and_win_between_the_crossovers():
     """AlpaServe: simulated mean latencies are those of M/D/1 within 3%, the order of both changes
     at the computed loads, and with bursts the pipeline wins where it loses without."""
@@ -18596,6 +18617,7 @@ def test_colocation_pool_of_heads_leaks_nothing(kind, monkeypatch):
     assert max(preempted) > 0
 
 
+@pytest.mark.slow
 def test_colocation_one_pool_beats_static_halves():
     """MuxServe's rows: the pool beats static halves where popularity differs, for three seeds; it
     loses to a flood, from which quotas protect; prompts beside decoding end earlier than in turns,
@@ -19834,7 +19856,7 @@ def test_gemm_fp8_equals_dequantized_matmul():
     close(got, Q.from_fp8(a, sa) @ Q.from_fp8(b, sb).T, GEMM_FP8_SUM)
 
 
-@fp8_each_dtype
+@pytest.mark.parametrize("dtype", one_in(2, [E4M3, E5M2]))
 def test_gemm_block_scaled_matmul(dtype):
     """block_scaled_matmul == quantize.py's fp8_matmul: with gradients in e5m2, with scales of 1 x
     128 on both sides, in an fp8-block layer, and in a layer that is trained, compiled or not."""
@@ -22866,7 +22888,7 @@ ADAPTER_PATHS = {"torch": AD.Batch.add_segments, "triton": AD.triton_kernels if 
 
 
 @pytest.mark.parametrize("path", ADAPTER_PATHS)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", one_in(3, range(6)))
 def test_adapters_segments_equal_float64(path, seed):
     """Packed rows with adapters of mixed ranks, in blocks in any order: SGMV, BGMV and plain torch
     equal float64; a linear that an adapter lacks gets nothing."""
@@ -22964,7 +22986,7 @@ def test_adapters_kernels_compile_for_gpus(arch, tmp_path):
     assert printed.strip() == str(["_expand_kernel", "_shrink_kernel"])
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", one_in(4, range(4)))
 def test_adapters_mixed_batch_equals_merged_models(seed):
     """50 requests with adapters of ranks 4 to 64 or none, over shared prompts: greedy tokens are
     those of each adapter merged into the weights, alone. Blocks are few: adapters are evicted and
@@ -24526,6 +24548,7 @@ def test_kv_store_conversations_in_a_smaller_context(tmp_path, capsys, monkeypat
     assert not again.ids and not again.history.store.lineage
 
 
+@pytest.mark.slow
 def test_kv_store_prompts_in_processes(tmp_path):
     """generate.py twice, in two processes: the second one reads the prompt's KV from files, says so
     and writes the same; the engine of --batch finds it too."""
@@ -32430,7 +32453,7 @@ greedy                          | --checkpoint {windowed} --speculate ngram | --
 greedy samples perplexity       | --checkpoint {primer}                 | --attention flash |
 greedy samples interactive      | --checkpoint {primer}                 | --speculate ngram |
 slow greedy                     | --checkpoint {primer}                 | --compile         |
-greedy samples perplexity batch |                                       | --offload cpu     |
+slow greedy samples perplexity batch |                                       | --offload cpu     |
 greedy batch                    | --checkpoint {moe}                    | --offload {disk}  |
 greedy                          | --speculate ngram                     | --reference {text} |
 batch | | --policy longest-prefix --set continuous=false            |
@@ -32447,14 +32470,14 @@ greedy samples interactive      |                                       | --kv-b
 greedy perplexity               |                | --kv-budget 9999 --kv-policy infinigen |
 greedy                          | | --cascade {draft} --cascade-threshold 1 |
 greedy | | --cascade {draft} --cascade-threshold 0             | --checkpoint {draft}
-greedy samples                  | --checkpoint {moe}    | --early-exit 1 --set exit_ramps=2,4 |
-greedy samples perplexity       | --checkpoint {moe}                    | --ep              |
-greedy samples perplexity batch | --checkpoint {moe}                    | --set experts=loop |
+slow greedy samples                  | --checkpoint {moe}    | --early-exit 1 --set exit_ramps=2,4 |
+slow greedy samples perplexity       | --checkpoint {moe}                    | --ep              |
+slow greedy samples perplexity batch | --checkpoint {moe}                    | --set experts=loop |
 interactive                     | --checkpoint {moe}                    | --set experts=loop |
 greedy                          | --checkpoint {moe} --speculate mtp    | --set experts=loop |
-greedy                          | --checkpoint {moe} --quantize int8    | --set experts=loop |
+slow greedy                          | --checkpoint {moe} --quantize int8    | --set experts=loop |
 greedy                          | --checkpoint {moe} --quantize llm.int8 | --set experts=loop |
-greedy | --checkpoint {moe} --quantize int4 --group-size 8              | --set experts=loop |
+slow greedy | --checkpoint {moe} --quantize int4 --group-size 8              | --set experts=loop |
 greedy | --checkpoint {moe} --speculate draft --draft-model {moe}       | --set experts=loop |
 slow serving                    | --checkpoint {moe}                    | --set experts=loop |
 slow perplexity batch interactive | --checkpoint {moe8}                 | --set experts=loop |
@@ -32886,7 +32909,7 @@ CHAT_TEMPLATES = {
 CHAT_ENDS = "length length stop length close length decode length prefill length".split()
 
 
-@pytest.mark.parametrize("template", CHAT_TEMPLATES.values(), ids=CHAT_TEMPLATES)
+@pytest.mark.parametrize("template", one_in(3, CHAT_TEMPLATES.values()), ids=CHAT_TEMPLATES)
 def test_generate_chat_equals_a_fresh_cache(template, tmp_path):
     """However the turns before it ended (length, stop string, Ctrl-C after a step or inside a layer
     of a step or of the prefill), a turn prefills only tokens that are not cached and gives what a
@@ -33024,6 +33047,7 @@ def test_generate_as_a_process():
     refused(run("train.py", "--data", "/nowhere", "--out", "/nowhere/out"), "--data", "/nowhere")
 
 
+@pytest.mark.slow
 def test_generate_interactive_as_a_process(tmp_path):
     """Ctrl-C stops a reply and not the program: /reset and the next line are answered."""
     flags = "--interactive --max-new-tokens 100000 --ignore-eos --set ctx_size=500 --dtype fp32 "
@@ -34215,7 +34239,7 @@ RESUMED = train_rows(
 )
 
 
-@pytest.mark.parametrize("row", RESUMED)
+@pytest.mark.parametrize("row", one_in(2, RESUMED))
 def test_train_interrupted_and_resumed_equals_whole(row, train_runs, tmp_path):
     """A run learns; one that SIGTERM stopped at step 3 and --resume continued has its bits."""
     whole, out = train_runs.finished(row.on), tmp_path / "out"
@@ -34768,6 +34792,7 @@ def test_draft_head_acceptance_counts_equal_greedy_decoding(text):
     assert counts.tolist() == expected.tolist() and 0 < counts[1, 1] < counts[1, 0] < counts[0, 0]
 
 
+@pytest.mark.slow
 def test_draft_head_learns(train_runs):
     """The loss falls, acceptance is above chance; OUT has the trained head in bf16, no model."""
     out = train_runs["trained-head"]
@@ -36092,7 +36117,7 @@ def lost_case(rank: int, case: LayoutCase, folder: Path) -> dict:
 
 LOST = f"""
 slow tp          | single biased | --tp 2 {NO_SP} --cp 2 | | micro=4
-hsdp             | single biased | --zero 2 --dp-replicate 2 |
+slow hsdp        | single biased | --zero 2 --dp-replicate 2 |
 slow async, zero | single biased | --tp 2 --async-tp --cp 2 --cp-ulysses 2 --zero 3 | | micro=4
 slow all-gather  | single biased | --tp 2 --cp 2 --set cp_method=all-gather | | micro=4
 slow sp          | single biased | --tp 2 --zero 1 |
@@ -37875,6 +37900,7 @@ def test_train_scale_metrics_profile_and_export(train_runs, tmp_path):
     assert z[0]["loss"] > rows[0]["loss"] + 0.3
 
 
+@pytest.mark.slow
 def test_train_scale_plot(finished, train_runs, tmp_path, capsys):
     """--plot writes a PNG, two panels more for MoE; without matplotlib, the pip command."""
     moe = train_runs.copy("mixed-aux", tmp_path / "moe")
