@@ -13,8 +13,7 @@ measurements, the same for every model, device and plan. Needs: the standard lib
 from __future__ import annotations
 
 import json
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -184,30 +183,48 @@ def load_shape(name: str) -> Shape:
     if name in SHAPES:
         return SHAPES[name]
     path = Path(name)
-    path = path / "config.json" if path.is_dir() else path
-    require(path.is_file(), f"--model {name} is no file, nor one of {', '.join(SHAPES)}")
     try:
+        path = path / "config.json" if path.is_dir() else path
+        require(path.is_file(), f"--model {name} is no file, nor one of {', '.join(SHAPES)}")
         config = json.loads(path.read_text())
-    except json.JSONDecodeError as e:
+    except (json.JSONDecodeError, UnicodeDecodeError) as e:
         raise ValueError(f"{path}: not JSON ({e})") from None
-    get = lambda *keys, default=0: next((config[k] for k in keys if config.get(k)), default)
-    try:
-        dim, heads, ffn = (
-            config[k] for k in ("hidden_size", "num_attention_heads", "intermediate_size")
-        )
-        shape = Shape(config["num_hidden_layers"], dim, heads, heads, 0, ffn, config["vocab_size"])
-    except (KeyError, TypeError) as e:
-        raise ValueError(f"{path}: no field {e}; is it a decoder's config.json?") from None
-    experts = get("num_local_experts", "num_experts", "n_routed_experts")
-    return replace(
-        shape, tied=bool(get("tie_word_embeddings")), experts=experts,
-        kv_heads=get("num_key_value_heads", default=heads),
-        head_dim=get("qk_nope_head_dim", "head_dim", default=dim // heads),
-        experts_per_token=get("num_experts_per_tok") if experts else 0,
+    except OSError as e:
+        raise ValueError(f"--model {name}: {e.strerror}") from None
+    require(isinstance(config, dict), f"{path}: no JSON object; is it a decoder's config.json?")
+    return _config_shape(path, config)
+
+
+def _config_shape(path: Path, config: dict[str, Any]) -> Shape:
+    """The fields of a config.json as a Shape."""
+
+    def get(*keys: str, default: int | None = None) -> int:
+        key = next((k for k in keys if config.get(k)), keys[0])
+        value = config.get(key)
+        if default is not None and not value:
+            return default
+        require(value is not None, f"{path}: no field {key!r}; is it a decoder's config.json?")
+        ok = type(value) is int and 0 < value < 2**40
+        require(ok, f"{path}: {key} must be a positive integer, not {value!r}")
+        return value
+
+    dim, heads, ffn = map(get, ("hidden_size", "num_attention_heads", "intermediate_size"))
+    layers, dense = get("num_hidden_layers"), get("first_k_dense_replace", default=0)
+    experts = get("num_local_experts", "num_experts", "n_routed_experts", default=0)
+    active = get("num_experts_per_tok", default=0) if experts else 0
+    ok = not experts or 0 < active <= experts
+    require(ok, f"{path}: num_experts_per_tok {active} is not from 1 to {experts} experts")
+    require(dense <= layers, f"{path}: first_k_dense_replace {dense} is more than {layers} layers")
+    require(dim >= heads, f"{path}: hidden_size {dim} is less than num_attention_heads {heads}")
+    return Shape(
+        layers, dim, heads, get("num_key_value_heads", default=heads),
+        get("qk_nope_head_dim", "head_dim", default=dim // heads), ffn, get("vocab_size"),
+        tied=bool(config.get("tie_word_embeddings")), experts=experts, experts_per_token=active,
         expert_ffn=get("moe_intermediate_size", default=ffn) if experts else 0,
-        shared_experts=get("n_shared_experts"), dense_layers=get("first_k_dense_replace"),
-        q_rank=get("q_lora_rank"), kv_rank=get("kv_lora_rank"), rope_dim=get("qk_rope_head_dim"),
-        v_dim=get("v_head_dim"), qk_norm=str(get("model_type")).startswith("qwen3"),
+        shared_experts=get("n_shared_experts", default=0), dense_layers=dense,
+        q_rank=get("q_lora_rank", default=0), kv_rank=get("kv_lora_rank", default=0),
+        rope_dim=get("qk_rope_head_dim", default=0), v_dim=get("v_head_dim", default=0),
+        qk_norm=str(config.get("model_type")).startswith("qwen3"),
     )  # fmt: skip
 
 
@@ -284,11 +301,12 @@ def load_cluster(model: str, device: str, gpus: str) -> tuple[Shape, Device, int
 
 
 def parse_number(text: str, base: int = 1000) -> int:
-    """ "16M" -> 16 base^2; k, M, B and T."""
+    """ "16M" -> 16 base^2; k, M, B and T. ValueError unless it is whole and from 1 to 1e15."""
     power = "kmbt".find(text[-1:].lower()) + 1
     try:
         value = float(text[:-1] if power else text) * base**power
     except ValueError:
         value = 0.0
-    require(1 <= value < math.inf, f"{text!r} is not a number such as 8192, 16M or 15.6T")
+    ok = 1 <= value <= 1e15 and abs(value - round(value)) <= 1e-3 * value
+    require(ok, f"{text!r} is not a number such as 8192, 16M or 15.6T")
     return round(value)

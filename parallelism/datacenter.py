@@ -30,8 +30,7 @@ from parallelism import mixed_cluster, network_topology, scaling_laws
 from parallelism.cost_model import (
     Device,
     Shape,
-    load_device,
-    load_shape,
+    load_cluster,
     model_flops,
     parameters,
     parse_number,
@@ -54,6 +53,9 @@ CARBON = 0.429  # kg of CO2e per kWh: the average of the US (2104.10350, 2.4)
 ENERGY_PRICE = 0.078  # $ per kWh (SemiAnalysis, 100,000 H100 Clusters, June 2024)
 OTHER_IT = 0.10  # storage, switches, CPU nodes and optics over servers' power (same article)
 TRAINING_MFU = 0.40  # of a budget given as GPUs and days; Llama 3's runs: 0.38 to 0.43
+
+READS = {"model", "device", "gpus", "storage", "seq", "batch"}  # of the shared flags
+MIX_READS = {"seq", "batch"}
 
 # Power of a DGX A100 in inference: POLCA's characterization (ASPLOS 2024; arXiv:2308.12908)
 GPU_POWER_SHARE = 0.5  # GPUs' share of a server's power
@@ -134,11 +136,13 @@ def estimate_run(
 ) -> dict[str, float]:  # fmt: skip
     """A run of `tokens`: FLOPs (6 N D and attention; Kaplan, arXiv:2001.08361, 2.1), days with
     failures, MWh of its servers at their maximum power (an upper bound), hours between
-    failures, and `checkpointing`."""
+    failures, and `checkpointing`. ValueError if failures leave no time to train."""
     gpus = got.plan.gpus
     saved = checkpointing(shape, gpus, GPU_HOURS_TO_FAILURE * 3600 / gpus, storage)
-    useful = saved["goodput"]
-    days = tokens / (batch * seq) * got.step / 86400 / useful if useful else math.inf
+    cost, mtbf = saved["checkpoint_seconds"], saved["mtbf_hours"]
+    text = f"no progress: a checkpoint takes {cost:.0f} s, failures are {mtbf:.3g} h apart"
+    require(saved["goodput"], f"{text}; use more --storage or fewer --gpus")
+    days = tokens / (batch * seq) * got.step / 86400 / saved["goodput"]
     mwh = energy_mwh(gpus, days * 24, device.watts)
     flops = model_flops(shape, seq) * tokens
     return {"tokens": tokens, "flops": flops, "days": days, "mwh": mwh, **saved}
@@ -167,9 +171,10 @@ def overload_risk(servers: int, row: float, prompt: float, capped: bool = False)
     prompt phase with probability `prompt`, independent of the others."""
     high, low = phase_power(capped)
     fits = math.floor((row - servers * low) / (high - low) + 1e-9)  # servers in the prompt phase
+    if fits >= servers:
+        return 0.0
     below = sum(
-        math.comb(servers, k) * prompt**k * (1 - prompt) ** (servers - k)
-        for k in range(min(fits, servers) + 1)
+        math.comb(servers, k) * prompt**k * (1 - prompt) ** (servers - k) for k in range(fits + 1)
     )
     return max(0.0, 1 - below)
 
@@ -197,7 +202,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--pue", default=str(PUE), help="energy of the site / of its IT")
     add("--carbon", default=str(CARBON), help="kg of CO2e per kWh; default: the average of the US")
     add("--energy-price", default=str(ENERGY_PRICE), help="$ per kWh")
-    add("--failure-rate", help="failures per 1000 node-days; default: Llama 3's, 3.79")
+    add("--failure-rate", help="failures per 1000 days of 8 GPUs; default: Llama 3's, 3.79")
     add("--radix", default="64", help="ports of a switch, each of a NIC's rate")
     add("--pair", help="GPUs whose path to print, such as 0,9; default: the first and the last")
     add("--budget", help="FLOPs of a training run; default: --gpus for --days at 40%% MFU")
@@ -222,8 +227,8 @@ def fraction(args: argparse.Namespace, name: str, low: float, high: float) -> fl
 
 def parse_pair(text: str | None, gpus: int) -> tuple[int, int]:
     """ "0,9" as (0, 9); by default the first and the last GPU."""
-    parts = (text or f"0,{gpus - 1}").split(",")
-    ok = len(parts) == 2 and all(part.strip().isdigit() for part in parts)
+    parts = (f"0,{gpus - 1}" if text is None else text).split(",")
+    ok = len(parts) == 2 and all(part.strip().isdecimal() for part in parts)
     require(ok, f"--pair {text!r} is not two GPUs such as 0,9")
     return int(parts[0]), int(parts[1])
 
@@ -231,7 +236,7 @@ def parse_pair(text: str | None, gpus: int) -> tuple[int, int]:
 def energy_report(args: argparse.Namespace, gpus: int, device: Device) -> dict[str, float]:
     """MW and, over --days, MWh, tonnes of CO2e and $."""
     pue, days = fraction(args, "pue", 1, 5), fraction(args, "days", 0.01, 36500)
-    watts = fraction(args, "watts", 1, 1e5) if args.watts else device.watts
+    watts = fraction(args, "watts", 1, 1e5) if args.watts is not None else device.watts
     mwh = energy_mwh(gpus, days * 24, watts * (1 + OTHER_IT), pue)
     tonnes = co2_tonnes(mwh, fraction(args, "carbon", 0, 5))
     cost = mwh * 1000 * fraction(args, "energy_price", 0, 100)
@@ -240,12 +245,12 @@ def energy_report(args: argparse.Namespace, gpus: int, device: Device) -> dict[s
 
 def site(args: argparse.Namespace) -> dict[str, Any]:
     """All numbers of the report, by section."""
-    shape, device, gpus = load_shape(args.model), load_device(args.device), parse_number(args.gpus)
+    shape, device, gpus = load_cluster(args.model, args.device, args.gpus)
     hours = GPU_HOURS_TO_FAILURE / gpus
-    if args.failure_rate:
+    if args.failure_rate is not None:
         hours = mtbf_hours(gpus, fraction(args, "failure_rate", 1e-3, 1e6))
     budget = gpus * fraction(args, "days", 0.01, 36500) * 86400 * device.bf16 * TRAINING_MFU
-    budget = fraction(args, "budget", 1e15, 1e35) if args.budget else budget
+    budget = budget if args.budget is None else fraction(args, "budget", 1e15, 1e35)
     row, share = parse_number(args.row), fraction(args, "prompt_share", 0, 1)
     require(row <= 500, f"--row {row} is more than 500 servers")
     risk, radix = fraction(args, "risk", 0, 0.5), parse_number(args.radix)
@@ -265,14 +270,20 @@ def site(args: argparse.Namespace) -> dict[str, Any]:
 
 def report(args: argparse.Namespace) -> str:
     """The output of --site; with --mix, of the mixed cluster."""
-    if args.mix or args.jobs:
+    mixed = args.mix is not None or args.jobs is not None
+    other = MIX_READS if not mixed else args.given - {*MIX_READS, "site", "mix", "jobs", "json"}
+    for name in sorted(other & args.given):
+        text = "cannot be combined with --mix" if mixed else "requires --mix"
+        raise ValueError(f"--{name.replace('_', '-')} {text}")
+    if mixed:
         return mixed_cluster.report(args)
     found = site(args)
     if args.json:
         return json.dumps(found, indent=2)
     energy, failed, row = found["energy"], found["failures"], found["row"]
     parts = sorted(found["components"].items(), key=lambda part: part[1])
-    least, note = ("", "") if args.watts else ("at most ", ": servers at their maximum power")
+    least, note = "at most ", ": servers at their maximum power"
+    least, note = (least, note) if args.watts is None else ("", "")
     crashes, pair = found["crashes_per_month"], parse_pair(args.pair, parse_number(args.gpus))
     return "\n".join((
         f"{args.gpus} {args.device}: servers {energy['servers']:.2f} MW, IT {energy['it']:.2f}, "
@@ -281,7 +292,8 @@ def report(args: argparse.Namespace) -> str:
         f"${energy['cost']:,.0f}{note}",
         f"mean time between failures {failed['mtbf_hours']:.2f} h; {args.model}: a checkpoint "
         f"best every {failed['checkpoint_interval'] / 60:.1f} min, goodput {failed['goodput']:.1%}",
-        "hours by component: " + ", ".join(f"{part} {hours:,.0f}" for part, hours in parts[:6]),
+        "hours between failures of a component: "
+        + ", ".join(f"{part} {hours:,.0f}" for part, hours in parts[:6]),
         f"a row with power for {args.row} servers holds {row['servers']} in inference, "
         f"{row['capped']} with prompts capped above {row['threshold']:.0%} of it",
         "", network_topology.table(found["network"], pair),

@@ -36,8 +36,10 @@ from parallelism.kernel_model import (
     device_of,
     regime,
     render,
+    require_positive,
 )
 
+READS = {"device", "stages"}  # flags of others
 TILES = (16, 32, 64, 128, 256)
 ACCUMULATORS = 2 * REGISTERS_PER_SM  # bytes: half of the registers
 
@@ -63,8 +65,24 @@ def parse_einsum(text: str, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], 
     require(not strange, f"--einsum: no operand has index {strange} of the output")
     missing = "".join(sorted(set(left) - {",", *sizes}))[:1]
     require(not missing, f"--sizes lacks index {missing} of --einsum; add {missing}=SIZE")
+    unused = "".join(sorted(set(sizes) - set(left)))[:1]
+    require(not unused, f"--sizes: --einsum has no index {unused}")
     require(len(inputs) <= 10, f"--einsum has {len(inputs)} operands; at most 10")
+    loops = numel(left.replace(",", ""), sizes)
+    require(loops <= 1e40, "--sizes: more than 1e40 iterations of one loop nest")
     return inputs, out
+
+
+def parse_sizes(text: str) -> dict[str, int]:
+    """ "t=4k,d=128" as {"t": 4096, "d": 128}."""
+    sizes: dict[str, int] = {}
+    for word in filter(None, text.split(",")):
+        name, equals, size = word.strip().partition("=")
+        ok = equals and len(name) == 1 and name.isalpha()
+        require(ok, f"--sizes {word!r} is not of the form t=4096")
+        require(name not in sizes, f"--sizes gives index {name} twice")
+        sizes[name] = parse_number(size, 1024)
+    return sizes
 
 
 def numel(indices: Iterable[str], sizes: Mapping[str, int]) -> int:
@@ -99,8 +117,8 @@ def best_order(inputs: Sequence[str], out: str, sizes: Mapping[str, int]) -> lis
         names[s] = out if s == 2**n - 1 else "".join(i for i in inside if i in outside)
         part, found = (s - 1) & s, []
         while part > s ^ part:
-            pair = names[part], names[s ^ part]
-            loads = tuple(names[x] for x in (part, s ^ part) if x.bit_count() == 1)
+            pair = names[s ^ part], names[part]
+            loads = tuple(names[x] for x in (s ^ part, part) if x.bit_count() == 1)
             (a, left), (b, right) = best[part], best[s ^ part]
             cost = a + b + einsum_flops(pair, names[s], sizes)
             found.append((cost, [*left, *right, Step(pair, names[s], loads)]))
@@ -187,12 +205,14 @@ def rank_tiles(
     steps: Sequence[Step], sizes: Mapping[str, int], shared: int, stages: int
 ) -> list[tuple[int, dict[str, int]]]:
     """[(elements moved, tile)], least first and then the largest tile, of TILES that fit in
-    `shared` bytes of shared memory. Batch indices, which all tensors have, have tiles of 1."""
+    `shared` bytes of shared memory; an index can also be whole, if it is smaller, and one of the
+    result have a tile of 1. Batch indices, which all tensors have, have tiles of 1."""
     terms = [t for step in steps for t in (*step.operands, step.out)]
     batch = set(terms[0]).intersection(*terms)
     names = sorted(set("".join(terms)) - batch)
     require(len(names) <= 6, f"--einsum: {len(names)} indices to tile; at most 6")
-    choices = [[s for s in TILES if s < 2 * sizes[i]] or TILES[:1] for i in names]
+    choices = [[s for s in TILES if s < 2 * sizes[i]] or [sizes[i]] for i in names]
+    choices = [[1, *x] if i in steps[-1].out and x != [1] else x for i, x in zip(names, choices)]
     found = []
     for picked in itertools.product(*choices):
         tile = dict.fromkeys(batch, 1) | dict(zip(names, picked))
@@ -230,24 +250,25 @@ def chain_model(
         return fact, f"{text}; no tiles fit in an SM"
     moved, tile = ranked[0]
     done = tiled_flops(chain, sizes, tile)
-    words = " ".join(f"{i}={n}" for i, n in tile.items() if n > 1)
-    text += f"; tiles {words} move {BYTES * moved / 1e6:,.1f} MB, {done / flops:.2f}x FLOPs"
+    words = " ".join(f"{i}={n}" for i, n in tile.items() if n > 1) or "of 1"
+    text += f"; tiles {words} move {BYTES * moved / 1e6:,.1f} MB"
+    text += f", {done / flops:.2f}x FLOPs" if flops else ""
     return fact | dict(tile=tile, moved=BYTES * moved, tiled_flops=done), text
 
 
 def report(args: argparse.Namespace) -> str:
     """The text, or JSON, of --einsum: each step as a kernel, and all of them fused."""
-    sizes, (device, p) = {}, device_of(args)
-    for word in filter(None, args.sizes.split(",")):
-        name, equals, size = word.strip().partition("=")
-        ok = equals and len(name) == 1 and name.isalpha()
-        require(ok, f"--sizes {word!r} is not of the form t=4096")
-        sizes[name] = parse_number(size, 1024)
+    require_positive(args, "stages")
+    sizes, (device, p) = parse_sizes(args.sizes), device_of(args)
     inputs, out = parse_einsum(args.einsum, sizes)
     steps = (in_order if args.in_order else best_order)(inputs, out, sizes)
     flops = einsum_flops(inputs, out, sizes)
     facts, rows = {"one loop nest": dict(flops=flops)}, {"one loop nest": f"{flops:.4g} FLOPs"}
-    kernels = {f"{','.join(s.operands)}->{s.out}": [s._replace(loads=s.operands)] for s in steps}
+    kernels: dict[str, Sequence[Step]] = {}
+    for step in steps:
+        name = f"{','.join(step.operands)}->{step.out}"
+        name += f" ({len(kernels) + 1})" if name in kernels else ""
+        kernels[name] = [step._replace(loads=step.operands)]
     if len(steps) > 1 and is_chain(steps):
         kernels["fused"] = steps
     for name, chain in kernels.items():

@@ -22,6 +22,7 @@ if __name__ == "__main__" and not __package__:
     raise SystemExit("run: python -m parallelism.planner --kernel")
 
 import argparse
+import itertools
 import json
 import math
 from collections import OrderedDict
@@ -41,8 +42,10 @@ KIB, MIB = 2**10, 2**20
 BYTES = 2  # per element: fp16, bf16
 # CUDA C++ Programming Guide, technical specifications per compute capability, 8.0 to 10.0
 THREADS_PER_SM, BLOCKS_PER_SM, REGISTERS_PER_SM = 2048, 32, 65536
+THREADS_PER_BLOCK = 1024
 SHARED_RESERVED = 1024  # bytes per block that CUDA keeps (Hopper Tuning Guide)
 OTHER_REGISTERS = 32  # per thread, beside the accumulators: addresses, operands (our estimate)
+READS = {"device"}  # of the shared flags
 EAGER_OVERHEAD = 1 / 280e3  # s per operator: 280,000 tiny PyTorch operators per second (He)
 
 
@@ -91,12 +94,14 @@ def wave_efficiency(tiles: int, slots: int) -> float:
 
 def occupancy(p: Processor, threads: int, registers: int, shared: int) -> tuple[int, str]:
     """Blocks per SM, and what limits them: threads, blocks, registers per thread (allocated by 8),
-    or bytes of shared memory per block (CUDA's occupancy calculator)."""
+    or bytes of shared memory per block (allocated by 128); CUDA's cuda_occupancy.h. The registers
+    of a warp are all in one of an SM's four partitions."""
+    warp = 32 * (-(-registers // 8) * 8)
     limits = {
         "threads": THREADS_PER_SM // threads,
         "blocks": BLOCKS_PER_SM,
-        "registers": REGISTERS_PER_SM // (-(-registers // 8) * 8 * threads),
-        "shared memory": p.shared // (shared + SHARED_RESERVED),
+        "registers": 4 * (REGISTERS_PER_SM // 4 // warp) // (threads // 32),
+        "shared memory": p.shared // (-(-(shared + SHARED_RESERVED) // 128) * 128),
     }
     limit = min(limits, key=limits.get)
     return limits[limit], limit
@@ -120,14 +125,12 @@ def regime(flops: float, size: float, device: Device, overhead: float) -> tuple[
 # --------------------------------------------------------------------------------------------------
 
 
-def tile_order(rows: int, columns: int, group: int) -> list[tuple[int, int]]:
+def tile_order(rows: int, columns: int, group: int) -> Iterator[tuple[int, int]]:
     """(m, n) by program: column by column within `group` rows of tiles, as in quantization/gemm.py
     and Triton's matmul tutorial; 1 is row-major, `rows` is column-major."""
-    order = []
     for first in range(0, rows, group):
         height = min(group, rows - first)
-        order += [(first + i % height, i // height) for i in range(height * columns)]
-    return order
+        yield from ((first + i % height, i // height) for i in range(height * columns))
 
 
 def matmul_trace(
@@ -162,17 +165,30 @@ def order_misses(
     mnk: Sequence[int], tile: Sequence[int], slots: int, l2: float, group: int, limit: int = 2**17
 ) -> float:
     """Bytes of A and B that a matmul in this order reads from HBM. Beyond `limit` accesses, steps
-    of K are merged while those of a wave take an eighth of L2, and then only the first waves are
-    simulated and the rest extrapolated."""
+    of K are merged while those of a wave take an eighth of L2, and then only the first waves, or
+    the first steps of one, are simulated: the rest misses as the last half of them. That is up to 3
+    times too many if they end within the first group of rows."""
     (M, N, K), (bm, bn, bk) = mnk, tile
-    order = tile_order(-(-M // bm), -(-N // bn), group)
-    ms, ns = (len(set(x)) for x in zip(*order[:slots]))
+    rows, columns = -(-M // bm), -(-N // bn)
+    tiles, order = rows * columns, tile_order(rows, columns, group)
+    some = list(itertools.islice(order, slots))
+    ms, ns = (len(set(x)) for x in zip(*some))
     width = BYTES * (bm * ms + bn * ns)
-    depth = max(bk, int(min(2 * len(order) * K / limit, l2 / 8 / width)))
-    waves = -(-limit // (2 * slots * -(-K // depth)))
-    some = order[: waves * slots]
-    trace = matmul_trace(some, slots, mnk, (bm, bn, depth))
-    return lru_misses(trace, l2) * len(order) / len(some)
+    depth = max(bk, int(min(2 * tiles * K / limit, l2 / 8 / width)))
+    steps = -(-K // depth)
+    waves = -(-limit // (2 * slots * steps))
+    some += itertools.islice(order, (waves - 1) * slots)
+    part = min(K, depth * -(-limit // (2 * len(some)))) if waves == 1 else K
+    trace = lambda some: matmul_trace(some, slots, (M, N, part), (bm, bn, depth))
+    missed = lru_misses(trace(some), l2) * K / part
+    if len(some) == tiles:
+        return missed
+    late, whole = len(some), min(group, rows) * columns
+    if waves > 1:  # whole waves that are nearly whole groups of rows
+        partial = lambda n: abs(n - round(n / whole) * whole) / n
+        late = min(range(slots, late // 2 + 1, slots), key=lambda n: (partial(n), -n))
+    again = missed - lru_misses(trace(some[:-late]), l2) * K / part
+    return missed + again * (tiles - len(some)) / late
 
 
 # --------------------------------------------------------------------------------------------------
@@ -226,6 +242,14 @@ def device_of(args: argparse.Namespace) -> tuple[Device, Processor]:
     return DEVICES[args.device], PROCESSORS[args.device]
 
 
+def require_positive(args: argparse.Namespace, *names: str) -> None:
+    """ValueError for a flag that is given and not a positive number."""
+    for name in names:
+        value = getattr(args, name)
+        ok = value is None or 0 < value < math.inf
+        require(ok, f"--{name.replace('_', '-')} must be positive, not {value}")
+
+
 def render(args: argparse.Namespace, title: str, facts: dict, rows: dict[str, str]) -> str:
     """facts as JSON, or rows under a title."""
     if args.json:
@@ -249,8 +273,9 @@ def matmul_model(
     shared = args.stages * step
     blocks, limit = occupancy(p, threads, registers, shared)
     text = f"--tile {bm},{bn},{bk} --warps {args.warps} --stages {args.stages} does not fit an SM"
+    require(threads <= THREADS_PER_BLOCK, f"{text}: {threads:,} threads of {THREADS_PER_BLOCK:,}")
     require(registers <= 255, f"{text}: {registers} registers per thread of 255; add warps")
-    require(blocks, f"{text}: {threads:,} threads of 2,048, {shared:,} bytes of {p.max_shared:,}")
+    require(blocks, f"{text}: {shared:,} bytes of {p.max_shared:,}")
     tiles, slots = -(-M // bm) * -(-N // bn), blocks * p.sms
     in_flight = min(tiles, slots) * max(1, args.stages - 1) * step
     misses = order_misses(mnk, tile, slots, p.l2, args.group_m)
@@ -274,7 +299,7 @@ def matmul_choices(
 ) -> dict:  # fmt: skip
     """Other orders of the tiles, and the chunks in which a remote A is fetched."""
     rows = -(-mnk[0] // tile[0])
-    groups = sorted({1, 2, 4, 8, 16, 32, args.group_m, rows} & set(range(1, rows + 1)))
+    groups = sorted(g for g in {1, 2, 4, 8, 16, 32, args.group_m, rows} if g <= rows)
     transfer = BYTES * mnk[0] * mnk[2] / (LINK_EFFICIENCY * device.nvlink)
     remote = {}
     for name, beta in (("one kernel", 0.0), ("a kernel each", KERNEL_OVERHEAD)):
@@ -294,8 +319,8 @@ def matmul_rows(got: dict, tile: Sequence[int], device: Device, p: Processor) ->
         "occupancy": f"{got['blocks']} per SM, limited by {got['limit']}; {got['slots']} in a wave",
         "waves": f"{waves:.2f}: {got['wave_efficiency']:.1%} of the slots of {math.ceil(waves)}; "
         f"{got['stream_k_efficiency']:.1%} with stream-K",
-        "bytes in flight": f"{mb(got['in_flight'])} of the {mb(device.hbm * p.latency)} that hide "
-        "HBM's latency",
+        "bytes in flight": f"{mb(got['in_flight'])}; {mb(device.hbm * p.latency)} hide HBM's "
+        "latency",
         "intensity": f"{got['flops'] / got['bytes']:.1f} FLOPs/byte; the GPU computes "
         f"{device.bf16 / device.hbm:.1f} per byte: limited by {got['regime']}",
         "time": f"{1e6 * got['roofline']:,.1f} us; of these tiles {1e6 * got['seconds']:,.1f} us "
@@ -311,10 +336,7 @@ def matmul_rows(got: dict, tile: Sequence[int], device: Device, p: Processor) ->
 
 def report(args: argparse.Namespace) -> str:
     """The text, or JSON, of --kernel."""
-    for name in ("warps", "stages", "group_m", "measured"):
-        value = getattr(args, name)
-        ok = value is None or 0 < value < math.inf
-        require(ok, f"--{name.replace('_', '-')} must be positive, not {value}")
+    require_positive(args, "warps", "stages", "group_m", "measured")
     device, p = device_of(args)
     mnk, tile = _numbers("--kernel", args.kernel), _numbers("--tile", args.tile)
     got = matmul_model(mnk, tile, args, device, p)

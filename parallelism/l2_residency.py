@@ -27,7 +27,10 @@ from typing import NamedTuple
 from parallelism.cost_model import Shape, load_shape, parameters, parse_number, require
 from parallelism.kernel_model import BYTES, device_of, render
 
-SET_ASIDE = 0.75  # largest part of L2 (CUDA C++ Programming Guide, "L2 Cache Set-Aside")
+READS = {"model", "device"}  # of the shared flags
+# Part of L2: the most that an A100 takes (deviceQuery: 30 of 40 MiB), and the sample's of "L2 Cache
+# Set-Aside" (CUDA C++ Programming Guide); others may take less
+SET_ASIDE = 0.75
 
 
 class Tensor(NamedTuple):
@@ -76,6 +79,7 @@ def layer_tensors(shape: Shape, tokens: int) -> list[Tensor]:
         ("qkv", q + 2 * kv, (1, 2), 0), ("attended", q, (2, 3), 0),
         ("residual", shape.dim, (3, 4, 7), 0), ("normed again", shape.dim, (4, 5), 0),
         ("gate, up", 2 * shape.ffn, (5, 6), 0), ("hidden", shape.ffn, (6, 7), 0),
+        ("output", shape.dim, (7,), 1),
     ]  # fmt: skip
     size = lambda width: BYTES * tokens * width
     return [
@@ -94,7 +98,8 @@ def report(args: argparse.Namespace) -> str:
     """The text, or JSON, of --persist."""
     shape, tokens = load_shape(args.model), parse_number(args.persist, 1024)
     tensors, room = layer_tensors(shape, tokens), int(SET_ASIDE * device_of(args)[1].l2)
-    pinned, weights = persistent(tensors, room), BYTES * parameters(shape, active=True)
+    embedding = 0 if shape.tied else shape.dim * shape.vocab  # a row per token is read
+    pinned, weights = persistent(tensors, room), BYTES * (parameters(shape) - embedding)
     before, saved = sum(t.touched for t in tensors), sum(t.saved for t in pinned)
     facts = dict(set_aside=room, pinned=[t.name for t in pinned], bytes=before, saved=saved)
     facts |= dict(weights=weights, weights_from_hbm=repeated_misses(weights, room))

@@ -7,8 +7,11 @@ speed: the GPU type, the number of GPUs and the number of pipeline stages. Its t
 estimated from two plans, only data and only tensor parallelism within a stage; the cell that a job
 is given is then tuned over all plans. Cells of all jobs are chosen so that the sum of throughputs,
 each relative to the job's best cell, is the largest: exact, by dynamic programming over the GPUs
-left of each type. No job uses two types. It loses to a search of all plans of all cells where the
-best of a cell lies between its two estimates. Needs: the standard library.
+left of each type, in 8 s for 6 jobs on three types of 512 GPUs. No job uses two types.
+
+When it loses: where the best plan of a cell lies between its two, or has expert or context
+parallelism. The estimate is 0.8 to 1 of the tuned plan for most cells, but 0.57 for Llama 3 405B on
+64 GB200 without stages and 0.24 for Qwen3 235B on 64 H100. Needs: the standard library.
 """
 
 from __future__ import annotations
@@ -68,14 +71,15 @@ def choose_cells(
     best = {tuple(cluster.values()): (0.0, ())}
     for job in rates:
         top = max(job.values(), default=0.0)
+        cells = {(c.device, c.gpus): c for c in sorted(job, key=job.get) if job[c] > 0}.values()
         found: dict[tuple[int, ...], tuple[float, tuple]] = {}
         for left, (score, chosen) in best.items():
             options = [(left, score, None)]
-            for cell, rate in job.items():
+            for cell in cells:  # of the best number of stages
                 at = names.index(cell.device)
-                if rate > 0 and left[at] >= cell.gpus:
+                if left[at] >= cell.gpus:
                     rest = (*left[:at], left[at] - cell.gpus, *left[at + 1 :])
-                    options.append((rest, score + rate / top, cell))
+                    options.append((rest, score + job[cell] / top, cell))
             for rest, value, cell in options:
                 if value > found.get(rest, (-1.0,))[0]:
                     found[rest] = value, (*chosen, cell)
@@ -93,7 +97,7 @@ def parse_mix(text: str) -> dict[str, int]:
     """ "h100=16,a100-80gb=32" as {device: GPUs}. ValueError for an unknown device or no number."""
     cluster: dict[str, int] = {}
     for part in text.split(","):
-        name, _, count = part.partition("=")
+        name, _, count = part.strip().partition("=")
         require(count and name not in cluster, f"--mix {text!r}: write it as h100=16,a100-80gb=32")
         require(name in DEVICES, f"--mix: {name} is unknown; use one of {', '.join(DEVICES)}")
         cluster[name] = parse_number(count)
@@ -104,7 +108,7 @@ def schedule(args: argparse.Namespace) -> list[dict[str, Any]]:
     """A row per job: its cell, the estimate and the tuned plan; without a cell, only its model."""
     ok = args.mix and args.jobs
     require(ok, "--mix and --jobs require each other, as in --mix h100=16,b200=8 --jobs llama3-8b")
-    cluster, names = parse_mix(args.mix), args.jobs.split(",")
+    cluster, names = parse_mix(args.mix), [name.strip() for name in args.jobs.split(",")]
     shapes, (seq, batch) = [load_shape(name) for name in names], parse_batch(args)
     rates = [
         {cell: estimate_cell(s, cell, seq, batch) for cell in cells(cluster, s.layers)}

@@ -49,9 +49,9 @@ class Path(NamedTuple):
 
 @dataclass(frozen=True)
 class Network:
-    """locate: GPU -> (rail, index in the rail); GPUs meet in the first tier t for which their
-    index // spans[t] is the same. rails_apart: nothing joins the rails. pod: GPUs with full
-    bandwidth between them, if not all have."""
+    """locate: GPU -> (rail, index in the rail), where rails that share a leaf count as one; GPUs
+    meet in the first tier t for which their index // spans[t] is the same. rails_apart: nothing
+    joins the rails. pod: GPUs with full bandwidth between them, if not all have."""
 
     name: str
     gpus: int
@@ -94,8 +94,8 @@ class Network:
         """Seconds of an all-to-all of `size` bytes per GPU over NVLink and NICs at once. With rails
         apart, bytes for other rails cross NVLink first (arXiv:2307.12169); bytes for other pods
         share oversubscribed links."""
-        n, d, size = self.gpus, min(self.domain, self.gpus), size / LINK_EFFICIENCY
-        seconds = all_to_all(size * LINK_EFFICIENCY, n, 1, device)
+        n, d = self.gpus, min(self.domain, self.gpus)
+        seconds, size = all_to_all(size, n, 1, device), size / LINK_EFFICIENCY
         if self.pod and n > self.pod:
             beyond = size * (n - self.pod) / n
             seconds = max(seconds, beyond * HPN_OVERSUBSCRIPTION / device.network)
@@ -131,13 +131,16 @@ def clos(gpus: int, radix: int, domain: int) -> Network:
 
 
 def rail_optimized(gpus: int, radix: int, domain: int) -> Network:
-    """A leaf has radix / 2 GPUs of one rail; all rails of the same domains lie side by side."""
-    half, spans = radix // 2, clos_spans(gpus, radix)
-    leaves = domain * -(-gpus // (domain * half))
-    switches, ends = clos_switches(gpus, radix, leaves), 2 * len(spans) * gpus
+    """A leaf has radix / 2 GPUs of one rail, or several whole rails of few domains; all rails of
+    the same domains lie side by side."""
+    half, nodes = radix // 2, -(-gpus // domain)
+    shared = max(1, half // nodes)  # rails of a leaf
+    leaves = -(-domain // shared) * -(-nodes // half)
+    spans = clos_spans(gpus if gpus <= radix else leaves * half, radix)
+    switches, ends = clos_switches(spans[-1], radix, leaves), 2 * len(spans) * gpus
     if len(spans) > 1:
         spans = (half, *(max(half, span // domain) for span in spans[1:-1]), gpus)
-    locate = lambda gpu: (gpu % domain, gpu // domain)
+    locate = lambda gpu: (gpu % domain // shared, gpu // domain)
     return Network("rail-optimized", gpus, domain, switches, radix, ends, spans, locate)
 
 
@@ -181,8 +184,7 @@ def compare(
     and of an all-to-all of `size` bytes per GPU. ValueError for a radix that is odd or below 4."""
     require(radix >= 4 and radix % 2 == 0, f"--radix {radix} is not an even number from 4")
     require(max(pair) < gpus, f"--pair {pair[0]},{pair[1]}: GPUs are numbered 0 to {gpus - 1}")
-    domain = device.node
-    require(gpus % domain == 0, f"--gpus {gpus} is not divisible by nodes of {domain}")
+    domain = min(device.node, gpus)
     networks = [make(gpus, radix, domain) for make in (clos, rail_optimized, rail_only)]
     if domain == HPN_RAILS and gpus <= HPN_HOSTS * HPN_RAILS * HPN_SEGMENTS * HPN_PODS:
         networks.append(hpn(gpus))

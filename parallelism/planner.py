@@ -44,7 +44,9 @@ from parallelism.training_plan import (
     rank_plans,
 )
 
-TOPICS = {  # flag: module of its formulas, with add_flags(parser) and report(args) -> str
+# flag: module of its formulas, with add_flags(parser), report(args) -> str and READS, the flags of
+# others that it reads (without it, any of the program's own)
+TOPICS = {
     "serve": serving_plan,
     "site": datacenter,
     "search": search,
@@ -55,7 +57,8 @@ TOPICS = {  # flag: module of its formulas, with add_flags(parser) and report(ar
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """The program's flags, and topic_of: the given flags that belong to a topic -> its flag."""
+    """The program's flags, given: those that differ from their defaults, and topic_of: those of
+    them that belong to a topic -> its flag."""
     about = __doc__.split("\n")[0]
     parser = argparse.ArgumentParser("python -m parallelism.planner", description=about)
     add = parser.add_argument
@@ -81,9 +84,21 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         topic_of |= dict.fromkeys(more.keys() - defaults.keys(), flag)
         defaults = more
     args = parser.parse_args(argv)
-    changed = {name for name, value in vars(args).items() if value != defaults[name]}
-    args.topic_of = {name: flag for name, flag in topic_of.items() if name in changed}
+    args.given = {name for name, value in vars(args).items() if value != defaults[name]}
+    args.topic_of = {name: flag for name, flag in topic_of.items() if name in args.given}
     return args
+
+
+def check_flags(args: argparse.Namespace, topics: list[str]) -> None:
+    """ValueError for two topics, or a flag that the program would not read."""
+    reads = [getattr(TOPICS[flag], "READS", args.given - args.topic_of.keys()) for flag in topics]
+    known = {"json"}.union(*reads)
+    for name in sorted(args.given):
+        owner, flag = args.topic_of.get(name), f"--{name.replace('_', '-')}"
+        require(not owner or owner in topics or name in known, f"{flag} requires --{owner}")
+    require(len(topics) < 2, f"--{' cannot be combined with --'.join(topics)}")
+    for name in sorted(args.given - args.topic_of.keys() - known if topics else ()):
+        raise ValueError(f"--{name.replace('_', '-')} cannot be combined with --{topics[0]}")
 
 
 def plan_report(args: argparse.Namespace) -> str:
@@ -137,11 +152,9 @@ def details(device: Device, got: Prediction, run: dict[str, float]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    topics = [flag for flag in TOPICS if getattr(args, flag)]
+    topics = [flag for flag in TOPICS if getattr(args, flag) not in (None, False)]
     try:
-        for name, flag in sorted(args.topic_of.items()):
-            require(flag in topics, f"--{name.replace('_', '-')} requires --{flag}")
-        require(len(topics) < 2, f"--{' cannot be combined with --'.join(topics)}")
+        check_flags(args, topics)
         print((TOPICS[topics[0]].report if topics else plan_report)(args))
     except ValueError as e:
         sys.exit(f"planner.py: {e}")

@@ -73,6 +73,6 @@ def table(laws: dict[str, dict[str, float]]) -> str:
     losses = f"{'loss: Chinchilla':>18}{'Kaplan':>8}"
     lines = [f"{budget:<16}{'parameters, B':>14}{'tokens, T':>11}{losses}"]
     for law, got in laws.items():
-        sizes = f"{got['parameters'] / 1e9:>14,.2f}{got['tokens'] / 1e12:>11,.3f}"
+        sizes = f"{got['parameters'] / 1e9:>14,.2f} {got['tokens'] / 1e12:>10,.3f}"
         lines.append(f"{law:<16}{sizes}{got['chinchilla']:>18.3f}{got['kaplan']:>8.3f}")
     return "\n".join(lines)
