@@ -270,9 +270,9 @@ hypothesis.settings.load_profile("repeatable")
 
 def one_in(n: int, values: Iterable) -> list:
     """Parameters, of which every n-th is in the default suite and the others are slow."""
-    param = lambda v: v if isinstance(v, type(pytest.param())) else pytest.param(v)
+    params = [v if isinstance(v, type(pytest.param())) else pytest.param(v) for v in values]
     marks = lambda v, i: v.marks or [pytest.mark.slow] * (i % n > 0)
-    return [pytest.param(*v.values, id=v.id, marks=marks(v, i)) for i, v in enumerate(map(param, values))]
+    return [pytest.param(*v.values, id=v.id, marks=marks(v, i)) for i, v in enumerate(params)]
 PRODUCT_PATHS = set(map(str, FILES.values()))
 torch.set_num_threads(1)  # tiny models: a second thread costs more than it saves
 SMALL, DRAFT, MOE = (REPO / "checkpoints" / name for name in ("small", "draft", "moe"))

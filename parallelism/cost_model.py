@@ -37,6 +37,7 @@ MEMORY_FRACTION = 0.9  # usable part of a device's memory; measured memory is up
 
 
 def require(ok: Any, message: Any) -> None:
+    """ValueError with the message unless ok."""
     if not ok:
         raise ValueError(message)
 
