@@ -77,8 +77,8 @@ for folder in "huggingface generation serving quantization training parallelism"
     if spec.submodule_search_locations[0] != str(ROOT / folder):
         sys.exit(f"generate.py: error: {spec.origin} shadows {folder}/; uninstall that package")
 
-from generation.bench import RunTimings, device_name, measure_bandwidth, speedup, summarize
-from generation.bench import summary_line, time_steps, weight_bytes
+from generation.bench import RunTimings, device_name, measure_bandwidth, predicts, speedup
+from generation.bench import summarize, summary_line, time_steps, weight_bytes
 from generation.chat import Chat, chat_loop
 from generation.config import CHAT_CONTEXT, DTYPES, GenerateConfig, parse_args
 from generation.early_exit import build_early_exit
@@ -426,7 +426,8 @@ def complete(args: GenerateConfig, text: str, gate: Any = None) -> bool:
         args.logprobs = None  # they were for the gate
         if not args.json:
             print((text if continues else "") + rows[0].text, end="")
-    summary = confidence | summarize(runs, len(ids), load_seconds, measure_bandwidth(device))
+    numbers = len(ids), load_seconds, measure_bandwidth(device), predicts(args, decoder)
+    summary = confidence | summarize(runs, *numbers)
     if history is not None:
         history.save(ids + rows[0].tokens)
         summary |= {"cached_tokens": cached}

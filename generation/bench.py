@@ -2,9 +2,10 @@
 
     python -m generation.bench --gpu-report    every kernel and program on this machine's GPUs
 
-A decode step reads every weight and the KV cache once, so bytes / bandwidth predicts its time
-(parallelism/serving_cost.py's formula, from the bytes that this model reads). It is printed beside
-the measured time, with the bandwidth measured on the same device: what is missing is overhead.
+A decode step reads every weight and the KV cache once, so bytes / bandwidth bounds its time. With
+--bench, summarize has the tokens/s of that bound beside the measured ones: "predicted" counts those
+bytes, at the bandwidth measured on this device, and neither compute nor launches nor transfers. It
+is left out where these are most of a step; see predicts.
 """
 
 from __future__ import annotations
@@ -64,6 +65,17 @@ def weight_bytes(model: Transformer, batch: int = 1) -> int:
     return round(total)
 
 
+MIN_BYTES = 2**28  # a step that reads less finds it in caches, or waits for launches
+
+
+def predicts(args: Any, decoder: Any) -> bool:
+    """Whether bytes / bandwidth predicts the steps of generate.py --bench: one row and process, a
+    token per step, all weights on the device, and on CUDA no eager launches."""
+    plain = decoder.speculator is None and args.offload is None and args.n == 1
+    alone = not torch.distributed.is_initialized()
+    return bool(args.bench and plain and alone and (args.compile or not decoder.token.is_cuda))
+
+
 def synchronize(device: torch.device) -> None:
     """Wait for all work queued on the device."""
     if device.type == "cuda":
@@ -104,9 +116,10 @@ def time_steps(
 
 
 def summarize(
-    runs: list[RunTimings], prompt_tokens: int, load_seconds: float, bandwidth: float
-) -> dict[str, Any]:
-    """Medians over the runs, under the keys that --json prints."""
+    runs: list[RunTimings], prompt_tokens: int, load_seconds: float, bandwidth: float,
+    predict: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """Medians over the runs, under the keys that --json prints; predict: see `predicts`."""
     med = lambda f: statistics.median(f(r) for r in runs)
     summary = {
         "prompt_tokens": prompt_tokens,
@@ -117,10 +130,11 @@ def summarize(
     }
     if runs[-1].tokens > 1:
         speed = med(lambda r: r.decode_bytes / r.decode_seconds / 1e9)
-        per_byte = med(lambda r: r.decode_tokens / r.decode_bytes)
+        summary["tokens_per_second"] = med(lambda r: r.decode_tokens / r.decode_seconds)
+        per_token = med(lambda r: r.decode_bytes / r.decode_tokens)
+        if predict and per_token >= MIN_BYTES:
+            summary["predicted_tokens_per_second"] = bandwidth / per_token
         summary |= {
-            "tokens_per_second": med(lambda r: r.decode_tokens / r.decode_seconds),
-            "predicted_tokens_per_second": per_byte * bandwidth,
             "gigabytes_per_second": speed,
             "device_gigabytes_per_second": bandwidth / 1e9,
             "bandwidth_share": speed * 1e9 / bandwidth,
@@ -151,10 +165,11 @@ def summary_line(s: dict[str, Any], device: str) -> str:
         line += f"{s['cached_tokens']} of them from the KV store, "
     line += f"{s['prefill_tokens_per_second']:.0f} tok/s)"
     if "tokens_per_second" in s:
+        line += f", then {s['tokens_per_second']:.1f} tok/s"
+        if "predicted_tokens_per_second" in s:
+            line += f" (predicted {s['predicted_tokens_per_second']:.1f})"
         line += (
-            f", then {s['tokens_per_second']:.1f} tok/s (predicted "
-            f"{s['predicted_tokens_per_second']:.1f}) reading "
-            f"{s['gigabytes_per_second']:.2f} GB/s, {s['bandwidth_share']:.0%} of the "
+            f" reading {s['gigabytes_per_second']:.2f} GB/s, {s['bandwidth_share']:.0%} of the "
             f"{s['device_gigabytes_per_second']:.1f} GB/s measured here"
         )
     if "joules_per_token" in s:

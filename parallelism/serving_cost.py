@@ -14,7 +14,8 @@ is largest names the regime (He, "Making Deep Learning Go Brrrr From First Princ
 With a datasheet's Device the times are the lower bounds of the articles; `achieved` lowers its
 rates to cost_model.py's fractions, which are fitted to no serving benchmark. When it is wrong:
 engines bound by their CPU (scheduling, sampling and detokenization are not in it), eager kernels
-without CUDA graphs, experts with unbalanced or small matmuls. test_all.py checks it against the
+without CUDA graphs, experts with unbalanced or small matmuls, sliding windows (all layers attend to
+all keys). test_all.py checks it against the
 numbers of the articles and TensorRT-LLM's published tables. Needs: the standard library.
 """
 
@@ -164,7 +165,7 @@ def operators(shape: Shape, layout: Layout, work: Work) -> list[Operator]:
     moved = (local.keys + local.tokens) * kv_bytes_per_token(s, p.kv) * kv_shard(s, p)
     c, f = LAYER_HBM_BYTES[True][0]
     elementwise = layers * local.tokens * (c * s.dim + f * ffn_width(s) / p.tp)
-    head, logits = s.dim * s.vocab / p.tp / p.pp, s.vocab / p.tp
+    head, logits = s.dim * s.vocab / p.tp / p.pp, s.vocab / p.tp / p.pp
     return [
         *matmuls(s, p, work),
         Operator("attention", flops, moved, layers),
@@ -189,10 +190,12 @@ def ridge(device: Device, dtype: str = "bf16") -> float:
     return (device.fp8 if dtype == "fp8" else device.bf16) / device.hbm
 
 
-def critical_batch(device: Device, weights: str = "bf16") -> float:
+def critical_batch(device: Device, weights: str = "bf16", shape: Shape | None = None) -> float:
     """Tokens per step from which matmuls are compute bound: 2 FLOPs per weight and token against
-    the weight's bytes (Chen, "batch sizes": 208 on A100; Austin et al., part 7: 240 on TPU v5e)."""
-    return ridge(device, weights) * BYTES[weights] / 2
+    the weight's bytes (Chen, "batch sizes": 208 on A100; Austin et al., part 7: 240 on TPU v5e).
+    With a shape those of its experts, E / K times as many (part 4: 3,840 for DeepSeek, int8)."""
+    unused = shape.experts / shape.experts_per_token if shape and shape.experts else 1
+    return ridge(device, weights) * BYTES[weights] / 2 * unused
 
 
 def all_reduce(size: float, n: int, device: Device) -> float:

@@ -5,7 +5,7 @@
 TRACE is a file or a description (traces.py). The replicas run the real Scheduler on a virtual clock
 (replica.py); they may be prefill and decode pools, have LoRA adapters, or lend each other memory
 (pools.py). What a step costs is linear, base + per_token tokens + per_key keys read: --calibrate
-measures it on this machine, --device computes it from published peak rates, a lower bound.
+measures it on this machine, --device computes it from published peak rates, without launches.
 
 What it does not know: other programs on the machine, and costs that are not linear (a step of few
 tokens is bound by reading the weights, one of many by compute). --engine runs the trace on a real
@@ -269,8 +269,9 @@ def measure(engine: Any, trace: Iterable[Arrival]) -> tuple[list[tuple[int, int]
 
 def cost_on_device(device: str, model: str, block_size: int) -> tuple[StepCost, int]:
     """The cost at a GPU's peak rates (parallelism/serving_cost.py), and the KV blocks that fit: a
-    step reads all weights, a token computes with them and a key is read at full speed, and KV is
-    swapped at the network's. So it is a lower bound."""
+    step reads all weights (of all experts), a token computes with them and a key is read at full
+    speed, and KV is swapped at the network's. It has no launches, and nothing overlaps: the planner
+    takes the maximum of reads and FLOPs where this adds them."""
     from parallelism.cost_model import DEVICES, load_shape, parameters
     from parallelism.serving_cost import Layout, capacity, kv_bytes_per_token, weight_bytes
 
@@ -281,7 +282,10 @@ def cost_on_device(device: str, model: str, block_size: int) -> tuple[StepCost, 
     compute = 2 * parameters(shape, active=True) / d.bf16
     blocks = capacity(shape, d, Layout()) // block_size
     if blocks < 1:
-        raise ValueError(f"--model {model} does not fit --device {device}: {weights:.2g} bytes")
+        raise ValueError(
+            f"--model {model} does not fit --device {device}: {weights / 1e9:.1f} GB of weights "
+            f"leave less than one block of {block_size} tokens"
+        )
     return StepCost(weights / d.hbm, compute, kv_bytes / d.hbm, kv_bytes / d.network), blocks
 
 
@@ -409,7 +413,7 @@ def step_cost(args: argparse.Namespace) -> tuple[StepCost, int]:
         except (OSError, ValueError, KeyError, TypeError) as e:
             message = f"--cost {args.cost}: not a file of --calibrate ({one_line(e)})"
             raise ValueError(message) from None
-    return cost, args.blocks or blocks
+    return cost, blocks if args.blocks is None else args.blocks
 
 
 def check_sharing(args: argparse.Namespace) -> None:
@@ -506,7 +510,7 @@ def main(argv: list[str] | None = None) -> int:
             for name in ("max_num_seqs", "max_num_batched_tokens"):
                 engine_flags.append(f"--{name.replace('_', '-')}={getattr(args, name)}")
             print(calibrate(args.calibrate, load_engine(engine_flags)))
-        elif min(args.replicas, args.block_size, args.blocks or 1) < 1:
+        elif min(args.replicas, args.block_size, 1 if args.blocks is None else args.blocks) < 1:
             raise ValueError("--replicas, --blocks and --block-size must be 1 or more")
         elif args.engine and args.replicas > 1:
             raise ValueError("--engine is one Engine: it cannot be combined with --replicas")
