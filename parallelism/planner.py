@@ -13,7 +13,8 @@ The program alone; the formulas lie beside it, by topic:
     scaling_laws.py     Kaplan's and Chinchilla's laws: a budget's model and tokens
     mixed_cluster.py    --site --mix: jobs on GPUs of several types
     search.py           --search: layouts as Aceso, Oobleck and Merak find them
-    auto_sharding.py    --search: shards of each operator (Alpa), shares of unequal GPUs (HAP)
+    auto_sharding.py    --search: shards of each operator (Alpa)
+    uneven_sharding.py  --search: uneven shards on heterogeneous GPUs (HAP)
     device_search.py    --search: layers on unequal GPUs (Helix), waves of tasks (Spindle)
     pipeline_search.py  --search: modules (DistTrain), micro-batches (DynaPipe), clocks (Perseus)
     kernel_model.py     --kernel: a matmul on one GPU: waves, occupancy, L2, regime
@@ -57,8 +58,8 @@ TOPICS = {
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """The program's flags, given: those that differ from their defaults, and topic_of: those of
-    them that belong to a topic -> its flag."""
+    """The program's flags; given: names of those that are not at their default; topic_of: of these,
+    the ones that belong to a topic -> its flag."""
     about = __doc__.split("\n")[0]
     parser = argparse.ArgumentParser("python -m parallelism.planner", description=about)
     add = parser.add_argument

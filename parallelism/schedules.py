@@ -591,7 +591,7 @@ def partition(
     """Partition layers 0..layers-1 into consecutive stages (first, last + 1, devices) that minimize
     the time of a batch, sum(t) + (microbatches - 1) max(t). t = seconds(first, last + 1, devices)
     is the time of a microbatch on a stage, math.inf if it does not fit (Alpa, arXiv:2201.12023,
-    5.1; PipeDream's partitioner, arXiv:1806.03377, 3.1, is the case of many microbatches). All
+    5.2; PipeDream's partitioner, arXiv:1806.03377, 3.1, is the case of many microbatches). All
     devices are used, in groups of `sizes`. stages: their number (default: any).
 
     For each bound on max(t), from the smallest feasible one until the bound alone costs more than

@@ -5,17 +5,17 @@
 training_plan.py ranks every plan; that works while all stages are equal and a plan is ten numbers.
 Each method here searches a space that is too large for it, or needs far fewer evaluations:
 
-    aceso     any plan, by relieving its bottleneck again and again       (EuroSys '24, 3)
-    merak     the layers of each stage together with whether it recomputes (arXiv:2206.04959, 4)
-    oobleck   pipelines of different sizes that use every node left       (arXiv:2309.08125, 4)
-    alpa      a sharding per operator, stages on submeshes                (auto_sharding.py)
-    hap       uneven shards on unlike GPUs                                (auto_sharding.py)
+    aceso     any plan, by relieving its bottleneck again and again   (Liu et al., EuroSys '24)
+    merak     layers of each stage, and whether it recomputes         (arXiv:2206.04959)
+    oobleck   pipelines of different sizes that use every node left   (arXiv:2309.08125, 4)
+    alpa      a sharding per operator, stages on submeshes            (auto_sharding.py)
+    hap       uneven shards on heterogeneous GPUs                     (uneven_sharding.py)
     helix, spindle                layers on unequal GPUs, waves of tasks  (device_search.py)
     disttrain, dynapipe, perseus  modules, micro-batches, clocks          (pipeline_search.py)
 
 What train.py can run is printed as its flags: equal stages of data and tensor parallelism with any
-number of layers each and any set of recomputing stages. Unlike submeshes, unlike pipelines and
-uneven shards it cannot run; where some layout of a method can be run, that one is printed too.
+number of layers each and any set of recomputing stages. It cannot run stages of different sizes,
+pipelines of different sizes or uneven shards; oobleck and alpa then print the layouts that it can.
 
 When it loses: aceso finds a local optimum, more than 5% above the best plan in about 1 of 50 random
 jobs. merak and oobleck count a step as sum(t) + (m - 1) max(t) over stages and minimize max(t).
@@ -38,22 +38,26 @@ from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
 
-from parallelism import auto_sharding, pipeline_search
-from parallelism.cost_model import LINK_EFFICIENCY, MEMORY_FRACTION, Device, Shape, require
+from parallelism import auto_sharding, pipeline_search, uneven_sharding
+from parallelism.cost_model import MEMORY_FRACTION, Device, Shape, require
 from parallelism.training_plan import (
     RECOMPUTE,
+    SIZES,
     Plan,
     Prediction,
+    count_ends,
     data_parallel,
     divisors,
     find_conflict,
     fixed_fields,
     head_seconds,
+    hop_seconds,
     layer_seconds,
     layouts,
     memory,
     parse_job,
     plans,
+    possible_plans,
     predict,
     rank_plans,
     stage_bytes,
@@ -70,7 +74,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def report(args: argparse.Namespace) -> str:
-    """The result of the method that --search names."""
+    """The result of the method that --search names. ValueError for a flag that it does not read."""
+    for name in sorted(args.given - {"search", *FLAGS[args.search].split()}):
+        require(False, f"--search {args.search} does not read --{name}; leave it out")
     return METHODS[args.search](args)
 
 
@@ -78,8 +84,8 @@ def report(args: argparse.Namespace) -> str:
 # Aceso: relieve the bottleneck
 # --------------------------------------------------------------------------------------------------
 
-# What relieves a term of the step or a kind of memory (Aceso, table 1): a>b moves a factor from one
-# degree to the other, + and - change a field by one option, : sets it
+# What relieves a term of the step or a kind of memory, Aceso's reconfiguration primitives: a>b
+# moves a factor from one degree to the other, + and - change a field by one option, : sets it
 REMEDIES = {
     "matmuls": "recompute- tp>dp micro+ tp>pp pp>dp",
     "attention": "cp>dp tp>dp pp>dp",
@@ -175,7 +181,7 @@ def relieve(
     seen: Evaluations, plan: Plan, goal: tuple[bool, float], hops: int, visited: set[Plan]
 ) -> Plan | None:
     """The first plan better than `goal` that up to `hops` primitives reach, for the plan's largest
-    bottleneck first (Aceso, algorithm 2)."""
+    bottleneck first (Aceso's multi-hop search)."""
     for kind in seen.bottlenecks(plan):
         found = (reconfigure(plan, primitive) for primitive in REMEDIES[kind].split())
         new = [p for p in dict.fromkeys(found) if p and p not in visited and seen.valid(p)]
@@ -238,7 +244,7 @@ def stage_seconds(
     tokens = plan.micro * seq / (plan.cp * plan.tp)
     local = replace(plan, dp=plan.ep, pp=1, zero=1, schedule="1f1b", chunks=1)
     layer = sum(map(sum, layer_seconds(shape, device, seq, local).values()))
-    hop = device.alpha[1] + 2 * shape.dim * tokens / (LINK_EFFICIENCY * device.network)
+    hop = hop_seconds(shape, device, tokens, device.node)
     return layers * layer + (head_seconds(shape, device, tokens) if last else 2 * hop)
 
 
@@ -254,7 +260,7 @@ def stage_choices(
         found = [(math.inf, "")]
         for kind in kinds:
             p = replace(plan, recompute=kind)
-            ends = 1 + (not shape.tied) if first and last else first + last
+            ends = count_ends(shape, first, last)
             size = sum(stage_bytes(shape, p, seq, layers, ends, last, stored).values())
             if size <= MEMORY_FRACTION * device.memory:
                 found.append((stage_seconds(shape, device, p, seq, layers, last), kind))
@@ -316,10 +322,11 @@ def merak(
     kinds: Sequence[str] = ("none", "full"), **fixed: Any,
 ) -> tuple[float, Plan, Pipeline] | None:  # fmt: skip
     """(seconds of a step, plan, stages): the best data, tensor and pipeline parallel degrees and
-    micro-batch, with the layers of each stage and whether it recomputes. None if nothing fits."""
+    micro-batch, with the layers of each stage and whether it recomputes. None if nothing fits.
+    ValueError if there is no such plan."""
     found = []
     fields = {"cp": 1, "recompute": "full", "zero": 1} | fixed
-    for p in plans(shape, device, gpus, seq, batch, **fields | {"schedule": "1f1b"}):
+    for p in possible_plans(shape, device, gpus, seq, batch, **fields | {"schedule": "1f1b"}):
         micros = batch // (p.dp * p.micro)
         if pipeline := make_pipeline(shape, device, p, seq, micros, kinds):
             slot = max(pipeline.spent)
@@ -333,8 +340,6 @@ def merak(
 def merak_report(args: argparse.Namespace) -> str:
     """The plan whose stages choose recomputation, beside those where all stages do or none does."""
     job, fixed = parse_job(args), fixed_fields(args)
-    require("recompute" not in fixed, "--search merak chooses --recompute; leave it out")
-    require(fixed.get("schedule", "1f1b") == "1f1b", "--search merak requires --schedule 1f1b")
     lines = []
     for name, kinds in (("none", ("none",)), ("full", ("full",)), ("each", ("none", "full"))):
         got = merak(*job, kinds, **fixed)
@@ -363,9 +368,9 @@ def template_sizes(least: int, nodes: int, failures: int) -> range:
     return range(least, nodes - failures * least + 1)
 
 
-def cover_nodes(nodes: int, rates: dict[int, float], copies: int) -> tuple[int, ...] | None:
-    """Sizes of at least `copies` pipelines that use exactly `nodes` nodes, with the highest sum of
-    rates (Oobleck, 4.1.2), by dynamic programming; None if there are none. rates: of each size."""
+def cover_nodes(nodes: int, rates: dict[int, float], copies: int) -> dict[int, tuple[int, ...]]:
+    """n -> sizes of at least `copies` pipelines that use exactly n nodes, with the highest sum of
+    rates (Oobleck, 4.2.1), for all n <= nodes that have some. rates: of each size."""
     best = {(0, 0): (0.0, ())}  # (nodes used, pipelines up to `copies`) -> (rate, sizes)
     for n, (size, rate), count in product(range(1, nodes + 1), rates.items(), range(copies + 1)):
         if (n - size, count) in best:
@@ -373,12 +378,12 @@ def cover_nodes(nodes: int, rates: dict[int, float], copies: int) -> tuple[int, 
             key = n, min(count + 1, copies)
             if key not in best or total + rate > best[key][0]:
                 best[key] = total + rate, (*sizes, size)
-    return best[nodes, copies][1] if (nodes, copies) in best else None
+    return {n: sizes for (n, count), (_, sizes) in best.items() if count == copies}
 
 
 def distribute_micro_batches(micros: int, pipelines: Sequence[Pipeline]) -> list[int]:
     """Micro-batches of each pipeline such that the last to finish finishes earliest (Oobleck,
-    4.2): the next one goes to the pipeline that would then finish first."""
+    4.2.2): the next one goes to the pipeline that would then finish first."""
     counts = [0] * len(pipelines)
     finish = [(p.seconds(1), i) for i, p in enumerate(pipelines)]
     heapq.heapify(finish)
@@ -389,40 +394,52 @@ def distribute_micro_batches(micros: int, pipelines: Sequence[Pipeline]) -> list
     return counts
 
 
-def oobleck_report(args: argparse.Namespace) -> str:
-    """The templates, and the pipelines for every number of nodes that failures can leave."""
+def oobleck_pipelines(args: argparse.Namespace) -> tuple[dict[int, Pipeline], int, int]:
+    """(number of nodes -> its pipeline, for all that fit; tensor parallel degree; micro-batches)"""
     shape, device, gpus, seq, batch = parse_job(args)
     fixed = fixed_fields(args)
-    failures, nodes = int(args.failures) if args.failures.isdigit() else -1, gpus // device.node
-    require(failures >= 0, f"--failures {args.failures} is not a number of nodes; use 1")
-    tp, micro = fixed.get("tp", math.gcd(device.node, shape.kv_heads)), fixed.get("micro", 1)
-    ok = device.node % tp == 0 and find_conflict(shape, Plan(tp=tp), seq, batch) is None
-    require(ok, f"--tp {tp} cannot shard the model within nodes of {device.node}; use a divisor")
-    require(batch % micro == 0, f"--micro {micro} does not divide {batch} sequences")
-    micros, made = batch // micro, {}
-    kinds = [args.recompute] if args.recompute else RECOMPUTE
-    for n in range(1, nodes + 1):
-        plan = Plan(tp=tp, pp=n * device.node // tp, micro=micro)
-        if pipeline := make_pipeline(shape, device, plan, seq, micros, kinds):
+    kinds = [fixed.pop("recompute")] if args.recompute else RECOMPUTE
+    plan = Plan(**{"tp": math.gcd(device.node, shape.kv_heads)} | fixed)
+    why = find_conflict(shape, plan, seq, batch)
+    require(not why, why)
+    node = device.node
+    fix = f"--tp {plan.tp} does not divide a node of {node} GPUs; use a divisor"
+    require(node % plan.tp == 0, fix)
+    require(gpus >= node, f"--search oobleck requires whole nodes; use at least --gpus {node}")
+    micros, made = batch // plan.micro, {}
+    for n in range(1, gpus // node + 1):
+        p = replace(plan, pp=n * node // plan.tp)
+        if pipeline := make_pipeline(shape, device, p, seq, micros, kinds):
             made[n] = pipeline
     require(made, f"oobleck: {args.model} does not fit {gpus} {args.device}; use more --gpus")
+    return made, plan.tp, micros
+
+
+def oobleck_report(args: argparse.Namespace) -> str:
+    """The templates, and the pipelines for every number of nodes that failures can leave."""
+    require(args.failures.isdecimal(), f"--failures {args.failures} is no number of nodes; use 1")
+    made, tp, micros = oobleck_pipelines(args)
+    _, device, gpus, seq, batch = parse_job(args)
+    failures, nodes = int(args.failures), gpus // device.node
     sizes = [n for n in template_sizes(min(made), nodes, failures) if n in made]
-    rates = {n: 1 / max(made[n].spent) for n in sizes}
+    covers = cover_nodes(nodes, {n: 1 / max(made[n].spent) for n in sizes}, failures + 1)
     lines = [f"templates of {sizes[0]} to {sizes[-1]} nodes, tp {tp}; {failures} may fail at once",
              f"{'nodes':>5}{'s/step':>9}  pipelines: nodes x micro-batches"]  # fmt: skip
     for n in range(nodes, (failures + 1) * sizes[0] - 1, -1):
-        used = cover_nodes(n, rates, failures + 1)
-        require(used, f"oobleck: no pipelines use {n} nodes: at most {sizes[-1]} have a layer per "
-                "stage; raise --tp")  # fmt: skip
+        fix = f"at most {sizes[-1]} have a layer per stage; raise --tp"
+        require(n in covers, f"oobleck: no pipelines use {n} nodes: {fix}")
+        used = covers[n]
+        few = f"{micros} micro-batches are fewer than {len(used)} pipelines; use a larger --batch"
+        require(micros >= len(used), few)
         counts = distribute_micro_batches(micros, [made[i] for i in used])
         step = max(made[i].seconds(m) for i, m in zip(used, counts))
         row = ", ".join(f"{i} x {m}" for i, m in zip(used, counts))
         lines.append(f"{n:>5}{step:>9.2f}  {row}")
         if len(set(zip(used, counts))) == 1:  # train.py's pipelines are equal
-            plan = Plan(len(used), tp, pp=len(made[used[0]].layers), micro=micro)
-            kind = max(made[used[0]].recompute, key=RECOMPUTE.index)
-            plan = replace(plan, recompute=kind)
-            lines[-1] += f"\n{'':16}{train_flags(plan, seq, batch, made[used[0]].layers)}"
+            layers, kinds, _ = made[used[0]]
+            kind = max(kinds, key=RECOMPUTE.index)
+            plan = Plan(len(used), tp, pp=len(layers), micro=batch // micros, recompute=kind)
+            lines.append(f"{'':16}{train_flags(plan, seq, batch, layers)}")
     return "\n".join(lines)
 
 
@@ -431,5 +448,20 @@ METHODS = {  # function(args) -> str
     "oobleck": oobleck_report,
     "merak": merak_report,
     **auto_sharding.METHODS,
+    **uneven_sharding.METHODS,
     **pipeline_search.METHODS,
+}
+
+_JOB = "model device gpus seq batch"
+FLAGS = {  # that a method reads
+    "aceso": f"{_JOB} {' '.join(SIZES)} recompute schedule fp8 eager",
+    "oobleck": f"{_JOB} failures tp micro recompute fp8 eager",
+    "merak": f"{_JOB} dp tp cp pp ep zero micro fp8 eager",
+    "alpa": f"{_JOB} recompute",
+    "hap": "model device seq batch micro",
+    "helix": "problem",
+    "spindle": "problem device gpus",
+    "disttrain": "problem model device gpus seq",
+    "dynapipe": "problem model device",
+    "perseus": "problem model device seq",
 }

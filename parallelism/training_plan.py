@@ -226,6 +226,17 @@ def plans(
                 if find_conflict(shape, plan, seq, batch) is None:
                     yield plan
 
+
+def possible_plans(
+    shape: Shape, device: Device, gpus: int, seq: int, batch: int, **fixed: Any
+) -> list[Plan]:
+    """All `plans`. ValueError with what is not divisible if there is none."""
+    found = list(plans(shape, device, gpus, seq, batch, **fixed))
+    if not found:
+        raise ValueError(_no_plan_reason(shape, device, gpus, seq, batch, fixed))
+    return found
+
+
 def train_flags(
     plan: Plan, seq: int, batch: int, layers: Sequence[int] = (), recompute: Sequence[int] = ()
 ) -> str:
@@ -316,11 +327,16 @@ def layers_per_rank(shape: Shape, plan: Plan) -> tuple[int, int]:
     return stage * plan.chunks, stage * plan.chunks - min(stage, -(-missing // 2))
 
 
+def count_ends(shape: Shape, first: bool, last: bool) -> int:
+    """Matrices of C x V on a stage: the embedding, the head, or both, which are one if tied."""
+    return 1 if shape.tied and first and last else first + last
+
+
 def stage_bytes(
     shape: Shape, plan: Plan, seq: int, layers: float, ends: int, head: bool, micros: float
 ) -> dict[str, float]:
-    """Bytes by kind on a rank with `layers` layers, `ends` of embedding and head, the loss if
-    `head`, and the activations of `micros` micro-batches. Gradients are fp32."""
+    """Bytes by kind on a rank with `layers` layers, `ends` (count_ends), the loss if `head`, and
+    the activations of `micros` micro-batches. Gradients are fp32."""
     p, C, n = plan, shape.dim, plan.dp * plan.cp
     tokens = p.micro * seq / p.cp
     dense, experts = (part / shape.layers / p.tp for part in layer_parameters(shape))
@@ -347,7 +363,7 @@ def memory(shape: Shape, plan: Plan, seq: int, batch: int) -> dict[str, float]:
     p, micros = plan, batch // (plan.dp * plan.micro)
     both = p.pp == 1 or p.schedule == "zbv"  # ZB-V: the first rank has the last stage too
     full, last = layers_per_rank(shape, p)
-    ends, first = 1 + (both and not shape.tied), in_flight(p, micros, last=False)
+    ends, first = count_ends(shape, True, both), in_flight(p, micros, last=False)
     ranks = [stage_bytes(shape, p, seq, full, ends, both, first)]
     if not both:
         ranks += [stage_bytes(shape, p, seq, last, 1, True, in_flight(p, micros, last=True))]
@@ -423,6 +439,12 @@ def head_seconds(shape: Shape, device: Device, tokens: float) -> float:
     logits = tokens * shape.vocab
     matmuls = 6 * logits * shape.dim / (GEMM_EFFICIENCY * device.bf16)
     return matmuls + LOSS_HBM_BYTES * logits / (HBM_EFFICIENCY * device.hbm)
+
+
+def hop_seconds(shape: Shape, device: Device, tokens: float, stride: int) -> float:
+    """Seconds to send the activations of `tokens` to the next stage, `stride` ranks away."""
+    wire = device.network if stride >= device.node else device.nvlink
+    return device.alpha[1] + 2 * shape.dim * tokens / (LINK_EFFICIENCY * wire)
 
 
 def bubble(schedule: str, p: int, chunks: int, slot: float, weight: float) -> float:
@@ -504,8 +526,7 @@ def predict(shape: Shape, device: Device, plan: Plan, seq: int, batch: int) -> P
     seconds["uneven stages"] = micros * slot - sum(seconds.values())
     seconds["bubble"] = bubble(p.schedule, p.pp, p.chunks, slot, full * layer["matmuls"][0])
     if p.pp > 1:
-        wire = device.network if p.tp * p.cp * p.dp >= device.node else device.nvlink
-        hop = device.alpha[1] + 2 * shape.dim * tokens / p.tp / (LINK_EFFICIENCY * wire)
+        hop = hop_seconds(shape, device, tokens / p.tp, p.tp * p.cp * p.dp)
         sends = exposed_seconds(2 * micros * p.chunks * hop, micros * slot)
         seconds["stage to stage"] = sends + 2 * (p.pp - 1) * hop
     ends = both * head / 3
@@ -527,9 +548,7 @@ def rank_plans(
 ) -> list[Prediction]:
     """Predictions of all `plans` that fit in memory, fastest first. ValueError with the reason if
     there is none: what is not divisible, or how much memory the smallest plan lacks."""
-    possible = list(plans(shape, device, gpus, seq, batch, **fixed))
-    if not possible:
-        raise ValueError(_no_plan_reason(shape, device, gpus, seq, batch, fixed))
+    possible = possible_plans(shape, device, gpus, seq, batch, **fixed)
     needs = [(sum(memory(shape, p, seq, batch).values()), p) for p in possible]
     budget = MEMORY_FRACTION * device.memory
     found = [predict(shape, device, p, seq, batch) for need, p in needs if need <= budget]
@@ -554,6 +573,7 @@ def _no_plan_reason(
         requested = " x ".join(f"{k} {fixed[k]}" for k in ("dp", "tp", "cp", "pp") if k in fixed)
         return f"{gpus} GPUs are not divisible by {requested}"
     sizes = min(found, key=lambda layout: (batch % layout[0] > 0, layout[0]))
-    plan = Plan(**dict(zip(("dp", "tp", "cp", "pp"), sizes)) | fixed)
+    chunks = 2 if fixed.get("schedule") in ("interleaved", "zbv") else 1
+    plan = Plan(**dict(zip(("dp", "tp", "cp", "pp"), sizes), chunks=chunks) | fixed)
     why = find_conflict(shape, plan, seq, batch)
     return why or "no plan satisfies all fixed flags; fix fewer"
