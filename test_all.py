@@ -9865,14 +9865,11 @@ def defined_names(path: Path) -> set[str]:
 
 
 READING = REPO / "parallelism" / "READING.md"
-READING_LATER = "serving_plan kernel_model search pipeline_search device_search network_topology "
-READING_LATER = {f"parallelism/{name}.py" for name in (READING_LATER + "datacenter").split()}
-"""Files that the tables may name alone, without a function or a test, also if they do not exist."""
 
 
 def reading_faults(text: str) -> list[str]:
     """What READING.md names and is not there. Rows: source, what it says, where (a file, then names
-    of it), tests; a source without a file or a test says why not."""
+    of it), tests; a source without these says why not."""
     rows = [row for row in text.splitlines() if row.startswith("| ") and "| source |" not in row]
     sources = Counter(row.split(" | ")[0] for row in rows)
     faults = [f"repeated: {source}" for source, n in sources.items() if n > 1]
@@ -9880,19 +9877,19 @@ def reading_faults(text: str) -> list[str]:
         faults.append(f"{len(rows)} sources, and not what the heading says")
     for row in rows:
         source, says, where, shown = (cell.strip() for cell in row.strip("|").split(" | "))
-        names, found = set(), 0
+        names = set()
         for word in re.findall(r"[\w/]+\.(?:py|md)\b|`\w+`", where):
             if "." in word and (REPO / word).is_file():
-                names, found = defined_names(REPO / word), found + 1
-            elif "." in word and word not in READING_LATER:
+                names = defined_names(REPO / word)
+            elif "." in word:
                 faults.append(f"{source}: no file {word}")
-            elif "." not in word and not (where.startswith("not here: ") or word[1:-1] in names):
+            elif not (where.startswith("not here: ") or word[1:-1] in names):
                 faults.append(f"{source}: no {word}")
         for test in re.findall(r"\w+", shown):
             faults += [] if test in defined_names(Path(__file__)) else [f"{source}: no test {test}"]
-        excused = where.startswith("not here: ") or any(name in where for name in READING_LATER)
-        if not (says and (excused or (found and shown))):
-            faults.append(f"{source}: says nothing, or names no file or no test")
+        parts = [part for part in where.split("; ") if not re.search(r"`\w+`", part)]
+        if not (says and (where.startswith("not here: ") or (shown and not parts))):
+            faults.append(f"{source}: says nothing, or names no function or no test")
     return faults
 
 
@@ -9900,7 +9897,8 @@ READING_MISTAKES = [  # what is replaced by what, what is reported
     ("`attention.py` `flash_attention`", "`attention.py` `flash_attent`", "no `flash_attent`"),
     ("`moe.py`", "`moe2.py`", "no file moe2.py"),
     ("`test_attention_chunked_memory`", "`test_chunked_memory`", "no test test_chunked_memory"),
-    ("`test_attention_chunked_memory`", "", "names no file or no test"),
+    ("`test_attention_chunked_memory`", "", "names no function or no test"),
+    ("`attention.py` `chunked_attention`", "`attention.py`", "names no function or no test"),
     ("parallelism/async_tp.py splits", "parallelism/async.py splits", "no file parallelism/async"),
     ("| Cross attention |", "| Sparse attention |", "repeated: | Sparse attention"),
     ("257 papers", "258 papers", "257 sources, and not"),
@@ -12096,21 +12094,23 @@ def test_evaluate_loglikelihoods_are_those_of_the_plain_forward():
         assert nats == pytest.approx(float(want), abs=1e-3)
         assert greedy == (logp.argmax(-1).tolist() == continuation)
     assert service.engine.scheduler.n_hit_tokens > 0
-    for pair in (([5], []), ([], [5]), ([5], [5] * 127)):
-        with pytest.raises(ValueError, match="a continuation has"):
+    for pair, n in ((([5], []), 0), (([], [5]), 1), (([5], [5] * 127), 127)):
+        with pytest.raises(ValueError, match=f"has {n} tokens; a choice must have 1 to 126"):
             EVAL.loglikelihoods(service, [pair])
 
 
 def test_evaluate_accuracy_equals_the_formulas():
-    """acc, acc_norm by characters, standard errors and calibration of random scores, with ties."""
+    """acc, acc_norm by characters but the delimiter, standard errors and calibration of random
+    scores, with ties; of one question there is no standard error."""
     rng, questions, scores = np.random.default_rng(0), [], []
     for _ in range(60):
-        choices = ["ä" * rng.integers(1, 9) for _ in range(rng.integers(2, 6))]
+        choices = [rng.choice(["", " ", "\n"]) + "ä" * rng.integers(1, 9)
+                   for _ in range(rng.integers(2, 6))]  # fmt: skip
         questions.append(DA.Question("", choices, int(rng.integers(len(choices)))))
         scores.append(rng.integers(-9, 0, len(choices)).astype(float))
     got = EVAL.accuracy(questions, [s.tolist() for s in scores])
     right = np.array([np.argmax(s) == q.answer for s, q in zip(scores, questions)])
-    lengths = [np.array([len(c) for c in q.choices]) for q in questions]
+    lengths = [np.array([c.count("ä") for c in q.choices]) for q in questions]
     norm = np.array([np.argmax(s / n) == q.answer for s, n, q in zip(scores, lengths, questions)])
     confidence = np.array([(np.exp(s) / np.exp(s).sum()).max() for s in scores])
     bins = np.array_split(np.argsort(confidence, kind="stable"), 10)
@@ -12118,24 +12118,36 @@ def test_evaluate_accuracy_equals_the_formulas():
     means = [f(x) for x in (right, norm) for f in (np.mean, lambda x: x.std(ddof=1) / 60**0.5)]
     assert 0 < right.mean() != norm.mean() < 1
     assert astuple(got) == pytest.approx((60, *means, error))
+    one = EVAL.accuracy([DA.Question("", [" ", "b"], 1)], [[-1.0, -2.0]])  # a choice may be a space
+    assert (one.acc, one.acc_norm) == (0, 0) and math.isnan(one.acc_stderr)
 
 
 @pytest.mark.parametrize("source", ["own", "file"])
 def test_evaluate_shows_other_questions_answered(source, tmp_path):
     """The first K others of the file, or of --set fewshot, each followed by an empty line."""
     lines = [dict(prompt=f"Q{i}:", choices=[" a", " b"], answer=i % 2) for i in range(4)]
-    path, other = write_lines(tmp_path / "task", lines), write_lines(tmp_path / "shots", lines[1:3])
+    path, other = write_lines(tmp_path / "task", lines), write_lines(tmp_path / "shots", lines[1:])
     more = [] if source == "own" else ["--set", f"fewshot={other}"]
     args = GCONF.parse_args(["--choices", str(path), "--num-fewshot", "2", *more])
     prompts = [q.prompt for q in EVAL.read_task(args)]
     if source == "file":
-        assert prompts[0] == "Q1: b\n\nQ2: a\n\nQ0:" and prompts[3].startswith("Q1: b\n\nQ2: a")
+        assert prompts[0] == "Q1: b\n\nQ2: a\n\nQ0:" and prompts[1] == "Q2: a\n\nQ3: b\n\nQ1:"
     else:
         assert prompts[0] == "Q1: b\n\nQ2: a\n\nQ0:" and prompts[1] == "Q0: a\n\nQ2: a\n\nQ1:"
+    path = path if source == "own" else other  # fewer others than asked: the question is one
+    n = {"own": 4, "file": 3}[source]
+    args = GCONF.parse_args(["--choices", str(path), "--num-fewshot", str(n), *more])
+    with pytest.raises(ValueError, match=f"--num-fewshot {n}: {path} has {n - 1} other questions"):
+        EVAL.read_task(args)
 
 
 def test_evaluate_splits_context_and_continuation_as_one_text():
-    """Both parts are the ids of the whole text; a context's last space starts the continuation."""
+    """Both parts are the ids of the whole text; a context's last space starts the continuation.
+    What has no context follows EOS, if the tokenizer adds no BOS."""
+    service = SimpleNamespace(tokenizer=K.DummyTokenizer(97), eos={5})
+    assert service.tokenizer.encode("") == []
+    ((context, ids),) = EVAL.encode_pairs(service, [(" ", "ab")])
+    assert (context, ids) == ([5], service.tokenizer.encode(" ab"))
     tokenizer = K.load_tokenizer(SMALL)
     for context, continuation in (("x = ", "foo(1)"), ("def f", "(a)"), ("a\n", "\tb"), ("", "x")):
         a, b = EVAL.encode_pair(tokenizer, context, continuation)
@@ -12163,6 +12175,8 @@ def test_evaluate_prints_the_accuracy_of_a_model(tmp_path):
     few = write_lines(tmp_path / "few", (q._asdict() for q in python_task()[:2]))
     shown = generated(f"--choices {few} --checkpoint {DRAFT} --num-fewshot 1")["out"]
     assert re.fullmatch(r"questions: 2\nacc: [\d.]+\n(.*\n){4}", shown)
+    one = write_lines(tmp_path / "one", [python_task()[0]._asdict()])
+    assert generated(f"--choices {one} --checkpoint {DRAFT} --json")["acc_stderr"] is None
 
 
 LM_EVAL_TASK = """
@@ -12174,9 +12188,9 @@ fewshot_split: train
 fewshot_config: {sampler: first_n}
 output_type: multiple_choice
 doc_to_text: '{{prompt}}'
-doc_to_choice: choices
+doc_to_choice: '{{choices|map("replace", "\\n", "")|list}}'
 doc_to_target: answer
-target_delimiter: ''
+target_delimiter: "\\n"
 metric_list: [{metric: acc}, {metric: acc_norm}]
 """
 
@@ -12213,7 +12227,7 @@ def test_evaluate_lm_eval_gives_the_accuracies_of_choices(shots, tmp_path):
 def test_evaluate_lm_eval_class_scores_texts_and_generates():
     """loglikelihood_rolling == the log-probabilities of --perplexity, beyond the context the sum
     over lm-eval's windows; generate_until == greedy text up to the stop string, or sampled text;
-    contexts may be empty or too long. Unknown --model_args are named."""
+    contexts may be empty or too long. Mistakes are named, by the program in one line."""
     pytest.importorskip("lm_eval", reason="pip install lm_eval==0.4.13")
     LME = importlib.import_module("generation.lm_eval_model")
     lm = LME.SheafLM(checkpoint=str(SMALL), dtype="fp32", device="cpu", batch_size=4)
@@ -12240,8 +12254,14 @@ def test_evaluate_lm_eval_class_scores_texts_and_generates():
     assert sampled != greedy and isinstance(cut, str)
     ((nats, is_greedy),) = ask(lm.loglikelihood, (prompt, greedy))
     assert is_greedy and nats < 0 and ask(lm.loglikelihood, ("", "import"))[0][0] < 0
+    with pytest.raises(ValueError, match="max_gen_toks 512: the model's context is 512 tokens"):
+        ask(lm.generate_until, (prompt, dict(max_gen_toks=512)))
     with pytest.raises(ValueError, match="--model_args colour"):
         LME.SheafLM(colour="red")
+    done = run(*"-m generation.lm_eval_model --model sheaf --tasks nothing".split())
+    assert done.returncode == 1 and done.stderr.splitlines()[-1] == (
+        "lm_eval_model.py: error: Tasks not found: nothing"
+    ), done.stderr
 
 
 def draw_votes(seed: int) -> tuple[list[RATE.Vote], dict[str, float]]:
@@ -12283,6 +12303,15 @@ def test_evaluate_bradley_terry_solves_the_likelihood_equations(seed):
     close(RATE.bradley_terry(RATE.count_wins(votes)[1])[0], ratings, 1e-9)
 
 
+def test_evaluate_bradley_terry_of_two_models_in_closed_form():
+    """400 log10(a / b) between them; each standard error is half of sqrt(1 / a + 1 / b) nats."""
+    for a, b in itertools.product(range(1, 60, 3), (1, 2, 13, 400)):
+        ratings, errors = RATE.bradley_terry(torch.tensor([[0.0, a], [b, 0.0]]).double())
+        assert float(ratings[0] - ratings[1]) == pytest.approx(400 * math.log10(a / b), abs=1e-3)
+        half = 0.5 * math.sqrt(1 / a + 1 / b) * 400 / math.log(10)
+        assert errors.tolist() == pytest.approx([half] * 2, rel=1e-5)
+
+
 def test_evaluate_elo_is_the_running_formula():
     """From 1000, by K times the surprise: an even win moves 2 points of K = 4, an even tie none;
     the sum stays; order matters."""
@@ -12317,11 +12346,23 @@ def test_evaluate_ratings_program_reads_both_formats(tmp_path, capsys):
         (ours[:6], "y never beats x"),
         ([dict(chosen_model="x")], 'line 1: "chosen_model" and "rejected_model"'),
         ([dict(model_a="x", model_b="y")], 'line 1: "winner" must be'),
+        ([dict(model_a="x", model_b="y", winner="x")], 'line 1: "winner" must be'),
         ([], "holds no votes"),
     ):
         with pytest.raises(SystemExit) as e:
             RATE.main([str(write_lines(tmp_path / "votes", lines))])
         assert words in str(e.value) and "\n" not in str(e.value)
+    (tmp_path / "votes").write_text("[" * 100_000)
+    with pytest.raises(SystemExit, match="line 1 is not a JSON object"):
+        RATE.main([str(tmp_path / "votes")])
+    (a, b), both = "xy", ("tie", "tie (bothbad)")
+    votes = write_lines(tmp_path / "votes", (dict(model_a=a, model_b=b, winner=w) for w in both))
+    assert RATE.read_votes(votes) == [(a, b, 0.5)] * 2
+    beats = torch.eye(9).roll(1, 1)  # a circle of nine
+    RATE.check_finite("abcdefghi", beats)
+    beats[8, 0] = 0
+    with pytest.raises(ValueError, match="b never beats a, directly or through others"):
+        RATE.check_finite("abcdefghi", beats)
 
 
 def rapl_zone(folder: Path, name: str, microjoules: int) -> Path:
@@ -32868,6 +32909,8 @@ def test_generate_refuses_bad_flags(flags, words):
 # flags | each cannot be combined with them
 GENERATE_EXCLUDES = """
 --perplexity f                    | --temperature=0 --n=2 x
+--quantize-report --choices f | --kv-blocks=4 --max-num-seqs=1
+--choices f --json | --logprobs=2
 --choices f | x --temperature=0 --perplexity=f --batch=f --speculate=ngram --cascade=f --cp=2
 --energy --bench                  | --tp=2 --cp=2
 --dummy draft                     | --checkpoint=x --chat

@@ -319,6 +319,8 @@ SAMPLING = "max_new_tokens n temperature top_k top_p min_p seed stop ignore_eos 
 SAMPLING += "presence_penalty frequency_penalty min_new_tokens logit_bias regex json_schema"
 SINGLE = "prompt prompt_tokens interactive chat perplexity bench attention"
 SHARDED = "interactive calibrate save quantize_report"
+ENGINE = "kv_blocks block_size max_num_batched_tokens max_num_seqs kv_cache_dtype prefix_cache "
+ENGINE += "policy continuous kv_swap kv_layout"
 
 # setting, the settings of which it needs one
 REQUIRES = [
@@ -337,9 +339,7 @@ REQUIRES = [
     ("forced_acceptance", "speculate=ngram|draft|exit|mtp|head"),
     ("forced_acceptance", "bench bench_serving"),
     ("adapters", "batch serve"), ("merge_adapters", "adapters"), ("models", "batch serve"),
-    *((name, "batch bench_serving serve program choices") for name in (
-        "kv_blocks", "block_size", "max_num_batched_tokens", "max_num_seqs", "kv_cache_dtype",
-        "prefix_cache", "policy", "continuous", "kv_swap", "kv_layout")),
+    *((name, "batch bench_serving serve program choices") for name in ENGINE.split()),
     *((name, "bench_serving") for name in (
         "request_rate", "arrival_cv", "input_tokens", "output_tokens", "shared_prefix",
         "disaggregate")), ("slo", "disaggregate"),
@@ -368,12 +368,13 @@ EXCLUDES = [
      "it generates nothing"),
     ("save", f"{SINGLE} json batch bench_serving dummy {SAMPLING} compile speculate",
      "it generates nothing"),
-    ("choices", f"{SINGLE} batch bench_serving serve program save dummy {SAMPLING} speculate",
-     "it generates nothing"),
+    ("choices", f"{SINGLE} batch bench_serving serve program save dummy {SAMPLING} speculate "
+     "logprobs", "it generates nothing"),
     ("choices", "early_exit kv_budget cascade ep pp cp", "its engine scores prompts"),
     ("energy", "tp pp ep cp", "it reads the counter of one device"),
     ("quantize_report", f"{SINGLE} batch bench_serving dummy quantize save speculate {SAMPLING}",
      "it runs every scheme on a text of its own"),
+    ("quantize_report", ENGINE, "its engine is the default one"),
     ("calibrate", "dummy", "random weights have no activations to calibrate"),
     # a compiled step gathers the weights of each token's experts, which are on other ranks
     ("ep", f"batch bench_serving serve speculate compile {SHARDED}",

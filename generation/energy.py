@@ -12,7 +12,8 @@
 ML.ENERGY's leaderboard and LLM-Perf report joules per generated token: the energy of a run over its
 new tokens, prefill included. It is the device's energy and not the process's: idle power and other
 processes on it are counted, the rest of the machine (fans, power supply) is not. A GPU's counter is
-updated every 20 to 100 ms, so runs shorter than a second are measured badly.
+updated about every 100 ms (ML.ENERGY's blog), so runs of a second are measured badly; an A100 or
+H100 samples its power a quarter of the time (arXiv:2312.02741).
 
 When it loses: in virtual machines and containers, which have neither counter; RAPL is readable by
 root alone unless permitted (since CVE-2020-8694): `chmod a+r /sys/class/powercap/*/energy_uj`.

@@ -6,10 +6,11 @@
 
 A line of TASK.jsonl is {"prompt": "Q: 2 + 2?\\nA:", "choices": [" 3", " 4"], "answer": 1}. Nothing
 is generated: the answer is the choice with the highest log-likelihood after the prompt (acc), or
-per character (acc_norm), because a sum over tokens prefers short choices: the Open LLM
-Leaderboard's two numbers, and those of EleutherAI's lm-eval to the question. The K answered
-questions in front (--num-fewshot) are the first K others of the file, or of --set fewshot=FILE,
-each followed by an empty line. A context that is too long loses its first tokens.
+per character (acc_norm), because a sum over tokens prefers short choices: the two numbers that the
+Open LLM Leaderboard and EleutherAI's lm-eval print. A space or newline that begins a choice is not
+one of its characters: it is lm-eval's target_delimiter. The K answered questions in front
+(--num-fewshot) are the first K others of the file, or of --set fewshot=FILE, each followed by an
+empty line. A context that is too long loses its first tokens.
 
 Calibration (HELM, arXiv:2211.09110): the confidence in an answer is its share of the likelihood of
 all choices; the expected calibration error is the mean, over ten bins of equally many answers, of
@@ -40,7 +41,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -75,10 +76,8 @@ def read_task(args: GenerateConfig) -> list[Question]:
     examples = None if args.fewshot is None else read_file("--set fewshot=", args.fewshot)
     questions = read_file("--choices ", args.choices) if args.choices else python_questions()
     examples = examples or questions
-    K, source = args.num_fewshot, args.fewshot or args.choices or "the standard library"
-    if K > (others := len(examples) - (examples is questions)):
-        raise ValueError(f"--num-fewshot {K}: {source} has {others} other questions")
-    return [*map(partial(add_examples, examples, K), questions)]
+    source = str(args.fewshot or args.choices or "the standard library")
+    return [add_examples(examples, args.num_fewshot, source, q) for q in questions]
 
 
 def read_file(flag: str, path: str | Path) -> list[Question]:
@@ -90,9 +89,13 @@ def read_file(flag: str, path: str | Path) -> list[Question]:
         raise ValueError(flag + text) from None
 
 
-def add_examples(examples: Sequence[Question], K: int, question: Question) -> Question:
-    """The question after the first K others of the examples, answered."""
-    shots = islice((e for e in examples if e != question), K)
+def add_examples(examples: Sequence[Question], K: int, source: str, question: Question) -> Question:
+    """The question after the first K others of the examples, answered. ValueError, which names the
+    source, if there are fewer."""
+    shots = [*islice((e for e in examples if e != question), K)]
+    if len(shots) < K:
+        text = f"{source} has {len(shots)} other questions than {question.prompt[-40:]!r}"
+        raise ValueError(f"--num-fewshot {K}: {text}")
     before = "".join(f"{e.prompt}{e.choices[e.answer]}\n\n" for e in shots)
     return question._replace(prompt=before + question.prompt)
 
@@ -130,6 +133,18 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Pair:
     return whole[:n], whole[n:]
 
 
+def encode_pairs(service: Service, texts: Iterable[tuple[str, str]]) -> Iterator[Pair]:
+    """encode_pair of each; what has no context follows first_token."""
+    for context, continuation in texts:
+        before, ids = encode_pair(service.tokenizer, context, continuation)
+        yield before or first_token(service), ids
+
+
+def first_token(service: Service) -> list[int]:
+    """What a text without context follows, as in lm-eval: BOS, or EOS if the tokenizer has none."""
+    return (service.tokenizer.encode("") or [*service.eos])[:1]
+
+
 def run_requests(service: Service, requests: Iterable[tuple[Any, ...]]) -> list[Output]:
     """Run requests, each with further arguments of Service.add, as one continuous batch."""
     outputs = []
@@ -154,8 +169,8 @@ def loglikelihoods(service: Service, pairs: Iterable[Pair]) -> list[tuple[float,
         ids = (context + continuation)[-limit:]
         start = len(ids) - len(continuation)
         if not 0 < start < len(ids):
-            n = len(continuation)
-            raise ValueError(f"a continuation has {n} tokens; it must have 1 to {limit - 1}")
+            text, n = service.tokenizer.decode(continuation[:10]), len(continuation)
+            raise ValueError(f"{text!r}... has {n} tokens; a choice must have 1 to {limit - 1}")
         return Request(str(i), i, ids, params), 1, start  # 1: the most likely token beside it
 
     scores = []
@@ -168,9 +183,7 @@ def loglikelihoods(service: Service, pairs: Iterable[Pair]) -> list[tuple[float,
 
 def score_choices(service: Service, questions: Sequence[Question]) -> list[list[float]]:
     """The log-likelihoods of the choices of each question."""
-    pairs = (
-        encode_pair(service.tokenizer, q.prompt, choice) for q in questions for choice in q.choices
-    )
+    pairs = encode_pairs(service, ((q.prompt, choice) for q in questions for choice in q.choices))
     scores = iter(loglikelihoods(service, pairs))
     return [[next(scores)[0] for _ in q.choices] for q in questions]
 
@@ -182,7 +195,7 @@ def score_choices(service: Service, questions: Sequence[Question]) -> list[list[
 
 @dataclass
 class Accuracy:
-    """What --choices prints. stderr: standard errors of the means."""
+    """What --choices prints. stderr: standard errors of the means, nan of one question."""
 
     questions: int
     acc: float  # the most likely choice is right
@@ -192,11 +205,16 @@ class Accuracy:
     expected_calibration_error: float
 
 
+def characters(choice: str) -> int:
+    """Without the space or newline that begins it, at least 1."""
+    return max(1, len(choice) - choice[:1].isspace())
+
+
 def accuracy(questions: Sequence[Question], scores: Sequence[Sequence[float]]) -> Accuracy:
     """scores: score_choices(). Of equal scores the first choice counts."""
     right, right_norm, confidences = [], [], []
     for q, of in zip(questions, scores, strict=True):
-        per_character = [s / len(choice) for s, choice in zip(of, q.choices)]
+        per_character = [s / characters(choice) for s, choice in zip(of, q.choices)]
         best, best_norm = (max(range(len(x)), key=x.__getitem__) for x in (of, per_character))
         right.append(float(best == q.answer))
         right_norm.append(float(best_norm == q.answer))
@@ -212,7 +230,7 @@ def acc_and_norm(
 ) -> tuple[float, float]:
     """acc and acc_norm of a model that is loaded already, by an Engine of its own."""
     blocks = num_available_blocks(model, 16, 64, None)
-    service = Service(model, tokenizer, num_blocks=blocks)
+    service = Service(model, tokenizer, model.config.eos_ids, num_blocks=blocks)
     found = accuracy(questions, score_choices(service, questions))
     return found.acc, found.acc_norm
 
@@ -227,6 +245,7 @@ def run(args: GenerateConfig) -> None:
     seconds, engine = time.perf_counter() - start, service.engine
     found = vars(accuracy(questions, scores))
     if args.json:
+        found = {name: None if math.isnan(value) else value for name, value in found.items()}
         print(json.dumps(found | {"loglikelihoods": scores}))
     else:
         lines = (f"{name.replace('_', ' ')}: {value:.6g}" for name, value in found.items())

@@ -26,6 +26,7 @@ from __future__ import annotations
 if __name__ == "__main__" and not __package__:
     raise SystemExit("run: python -m generation.lm_eval_model --help")
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,7 +37,7 @@ from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 
 from generation.config import GenerateConfig, parse_args
-from generation.evaluate import encode_pair, loglikelihoods, run_requests
+from generation.evaluate import encode_pairs, first_token, loglikelihoods, run_requests
 from generation.load import open_gguf
 from paged_kv import SamplingParams
 from serving.batch import Request
@@ -79,14 +80,13 @@ class SheafLM(LM):
             self.service = build_service(args)
         self.tokenizer = self.service.tokenizer
         self.context = self.service.engine.model.config.context
-        first = self.tokenizer.encode("") or list(self.service.eos)
-        self.prefix = first[:1]  # what a text without context follows
+        self.prefix = first_token(self.service)
 
     @torch.inference_mode()
     def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
         """Nats of each (context, continuation), and whether greedy decoding continues so."""
-        pairs = (encode_pair(self.tokenizer, *request.args) for request in requests)
-        return loglikelihoods(self.service, ((a or self.prefix, b) for a, b in pairs))
+        pairs = encode_pairs(self.service, (request.args for request in requests))
+        return loglikelihoods(self.service, pairs)
 
     @torch.inference_mode()
     def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
@@ -114,13 +114,19 @@ class SheafLM(LM):
         options = {k: kwargs[k] for k in ("temperature", "top_k", "top_p", "min_p") if k in kwargs}
         if not kwargs.get("do_sample", "temperature" in options):
             options["temperature"] = 0.0
+        if n >= self.context:
+            text = f"the model's context is {self.context} tokens; set --gen_kwargs max_gen_toks=N"
+            raise ValueError(f"max_gen_toks {n}: {text}")
         stop = tuple(filter(None, [until] if isinstance(until, str) else until))
-        params = SamplingParams(max_new_tokens=min(n, self.context - 1), stop=stop, **options)
+        params = SamplingParams(max_new_tokens=n, stop=stop, **options)
         ids = self.tokenizer.encode(context) or self.prefix
-        return Request(str(i), i, ids[params.max_new_tokens - self.context :], params)
+        return Request(str(i), i, ids[n - self.context :], params)
 
 
 if __name__ == "__main__":
     from lm_eval.__main__ import cli_evaluate
 
-    cli_evaluate()
+    try:
+        cli_evaluate()
+    except (ValueError, OSError) as e:  # a mistake in a flag, or a task that lm-eval does not find
+        sys.exit(f"lm_eval_model.py: error: {e}")

@@ -4,7 +4,7 @@
 
 A line is a vote: {"chosen_model": "a", "rejected_model": "b"}, as the page of generate.py --serve
 exports them, or {"model_a": "a", "model_b": "b", "winner": "model_a"}, as LMSYS publishes them,
-where any winner but model_a and model_b is a tie.
+with the winners model_a, model_b, "tie" and "tie (bothbad)".
 
 A rating difference of 400 is a chance of 10 to 1:  P(i beats j) = 1 / (1 + 10^((R_j - R_i) / 400)).
 
@@ -55,7 +55,7 @@ def read_votes(path: Path) -> list[Vote]:
             continue
         try:
             found = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):  # invalid JSON or Unicode; too deeply nested
             found = None
         where = f"{path}: line {n}"
         if not isinstance(found, dict):
@@ -66,9 +66,10 @@ def read_votes(path: Path) -> list[Vote]:
         if not (isinstance(a, str) and isinstance(b, str) and a != b):
             raise ValueError(f'{where}: "{names[0]}" and "{names[1]}" must be two different names')
         winner = found.get("winner") if names[0] == "model_a" else names[0]
-        if not isinstance(winner, str):
+        results = {names[0]: 1.0, names[1]: 0.0, "tie": 0.5, "tie (bothbad)": 0.5}
+        if not (isinstance(winner, str) and winner in results):
             raise ValueError(f'{where}: "winner" must be "model_a", "model_b" or "tie"')
-        votes.append(Vote(a, b, 1.0 if winner == names[0] else 0.0 if winner == names[1] else 0.5))
+        votes.append(Vote(a, b, results[winner]))
     if not votes:
         raise ValueError(f"{path}: holds no votes")
     return votes
@@ -88,7 +89,7 @@ def count_wins(votes: Sequence[Vote]) -> tuple[list[str], Tensor]:
 def check_finite(models: Sequence[str], wins: Tensor) -> None:
     """ValueError unless every model has beaten every other one, directly or through others."""
     beats = wins > 0
-    for _ in models:
+    for _ in range(len(models).bit_length()):  # each time, of chains twice as long
         beats = beats | ((beats.double() @ beats.double()) > 0)
     for i, row in enumerate(beats):
         if not (row | (torch.arange(len(models)) == i)).all():
@@ -102,12 +103,13 @@ def check_finite(models: Sequence[str], wins: Tensor) -> None:
 def bradley_terry(wins: Tensor) -> tuple[Tensor, Tensor]:
     """wins (M, M) -> ratings (M,) with mean 1000 and their standard errors (M,), in float64."""
     games, ratings = wins + wins.T, torch.zeros(len(wins), dtype=torch.float64)
-    for _ in range(100):  # strengths in natural log-odds, mean 0
+    for _ in range(1000):  # strengths in natural log-odds, mean 0
         p = (ratings[:, None] - ratings).sigmoid()
         gradient = wins.sum(1) - (games * p).sum(1)
         weights = games * p * (1 - p)
-        information = weights.sum(1).diag() - weights
-        inverse = torch.linalg.pinv(information, hermitian=True)  # of the ratings with mean 0
+        information = weights.sum(1).diag() - weights  # singular: the mean is free
+        trace = information.trace()  # its pseudoinverse: the mean fixed, then free again
+        inverse = (information + trace / len(wins) ** 2).inverse() - 1 / trace
         step = inverse @ gradient
         ratings = ratings + step * (2 / step.abs().max().clamp(min=1e-12)).clamp(max=1)
         if gradient.abs().max() < 1e-9 * games.sum():
