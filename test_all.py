@@ -32172,6 +32172,8 @@ def test_device_search_spindle_bound_and_order():
     worse = device_search.Task(4, {1: 1.0, 2: 1.5, 4: 0.5})
     (wave,), bound = device_search.plan_waves({"a": worse}, 4)
     assert wave.runs == {"a": (4, 4)} and wave.seconds == pytest.approx(2) == pytest.approx(bound)
+    more = device_search.Task(1, {1: 1.0, 64: 1e-3})  # more devices than there are
+    assert device_search.plan_waves({"a": more}, 8)[1] == pytest.approx(1)
     tasks = dict.fromkeys("ab", device_search.Task(4, {1: 1.0, 2: 0.9, 4: 0.2}))  # superlinear
     assert device_search.plan_waves(tasks, 4)[1] == pytest.approx(2 * 4 * 0.2)
 
@@ -32405,13 +32407,16 @@ def test_pipeline_search_perseus_energy_curve():
                 if t0 <= t <= t1
             )
             assert e == pytest.approx(min(mixes))
+    options = {0.1 * t: e for t, e in {8: 9.0, 8.9: 5.0, 10: 2.0}.items()}  # between whole units
+    curve = pipeline_search.energy_curve(options, 0.1)
+    assert curve == pytest.approx({8: 9.0, 9: 5 - 3 / 11, 10: 2.0})
 
 
 # ---- the program ----
 
 
 def search_output(capsys, name, **problem):
-    planner.main(["--search", name, "--problem", json.dumps(problem)])
+    planner.main(["--search", *name.split(), "--problem", json.dumps(problem)])
     return capsys.readouterr().out.splitlines()
 
 
@@ -32420,14 +32425,46 @@ def test_device_search_program_helix(capsys):
     second at 50 each, over links that carry 70 (2 x 2048 bytes per token, 80% of the network). If
     they carry 30, a has all layers, and b and c the other pipeline."""
     nodes = {"a": [100, 45], "b": [50], "c": [50]}
-    more = dict(model="llama3.2-1b", group=8, requests=10)
-    out = search_output(capsys, "helix", nodes=nodes, network=70 * 4096 / 0.8, **more)
+    name, more = "helix --model llama3.2-1b", dict(group=8, requests=10)
+    out = search_output(capsys, name, nodes=nodes, network=70 * 4096 / 0.8, **more)
     assert out[0] == "llama3.2-1b: 100 tokens/s, 100.0% of the upper bound"
     counts = [Counter(line.split()) for line in out[5:]]
     assert [c["5"] for c in counts] == [1, 1] and sum(counts, Counter())["a"] == 2
     assert {*"bc"} == {n for n in "bc" for c in counts if c[n] == 1}
-    out = search_output(capsys, "helix", nodes=nodes, network=30 * 4096 / 0.8, **more)
+    out = search_output(capsys, name, nodes=nodes, network=30 * 4096 / 0.8, **more)
     assert out[0].startswith("llama3.2-1b: 75 tokens/s")
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1e9])
+def test_device_search_helix_in_any_unit(scale):
+    """Rates in other units give the same placement's throughput, and so do faster links."""
+    cluster = helix_cluster(4)
+    routes = lambda c: c.routes(device_search.place(c)[0]).items()
+    flow = lambda c: sum(f for (a, _), f in routes(c) if a == "host")
+    rates = {n: [scale * r for r in row] for n, row in cluster.rates.items()}
+    links = {pair: scale * r for pair, r in cluster.links.items()}
+    assert flow(replace(cluster, rates=rates, links=links)) == pytest.approx(scale * flow(cluster))
+    free = {pair: 1e3 for pair in links}
+    fast = {pair: 1e18 for pair in links}
+    assert flow(replace(cluster, links=fast)) == pytest.approx(flow(replace(cluster, links=free)))
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "deepseek-v3", "llama3-8b"])
+def test_device_search_helix_decode_rates(name):
+    """Of experts, a node reads and computes those that are chosen; MLA caches the latent."""
+    shape, read = cost_model.SHAPES[name], 1 / (0.9 * 4.8e12)  # s per byte of an H200
+    node = replace(cost_model.DEVICES["h200"], memory=1e15)
+    active, whole = (cost_model.parameters(shape, active=x) for x in (True, False))
+    flops = 2 * (active - 2 * shape.dim * shape.vocab) / (0.6 * node.bf16)
+    token = 2 * (576 if name == "deepseek-v3" else 2 * 8 * 128) * shape.layers
+    seconds = {}
+    for batch, context in (4096, 1), (1024, 100_000), (1, 4096):
+        rates = device_search.decode_rates(shape, node, 1, batch, context)
+        assert len(rates) == shape.layers and rates[1] == pytest.approx(rates[0] / 2)
+        seconds[batch] = batch / rates[-1]
+    assert 4096 * flops < seconds[4096] < 3 * 4096 * flops
+    assert 1 < seconds[1024] / (1024e5 * token * read) < 3
+    assert seconds[1] < (0.5 if shape.experts else 1.3) * 2 * whole * read
 
 
 def test_device_search_helix_names_the_missing_solver(monkeypatch):
@@ -32442,7 +32479,7 @@ def test_device_search_program_spindle(capsys):
     flat, half = {"1": 1.0, "2": 1.0}, {"1": 1.0, "2": 0.5}
     tasks = {"a": [3, flat, []], "b": [3, flat, []], "c": [2, half, ["a", "b"]]}
     out = search_output(capsys, "spindle", tasks=tasks)
-    assert out[0].startswith("3 tasks on 8 h100: 4000.00 ms; one after another 7000.00; no plan")
+    assert out[0].startswith("3 tasks on 8 h100: 4000.00 ms; one after another 7000.00; by depth, ")
     assert out[2].split() == "3000.00 2 a 3 on 1, b 3 on 1".split()
     assert out[3].split() == "1000.00 2 c 2 on 2".split()
 
@@ -32475,6 +32512,7 @@ def test_pipeline_search_program_dynapipe(capsys):
     assert sum(n for n, _ in groups) == 8 and all(n * length <= 3000 for n, length in groups)
     assert (1, 1500) in groups and min(length for n, length in groups if n > 1) <= 60
     saved = 32 * training_plan.activation_bytes(PLANNER_8B, "none", True)  # without a pipeline
+    saved += 10 * 128256  # logits
     out = search_output(capsys, "dynapipe", lengths=[40] * 6, pp=1, memory=100 * saved)
     assert out[-1] == "2x40 2x40 2x40"
 
@@ -32513,18 +32551,35 @@ def test_pipeline_search_program_layers_are_train_py_s(capsys):
 for planner_text, planner_words in {
     "helix {": "not JSON",
     "helix x.json": "x.json is neither a file nor an object",
-    'helix {"node": 1}': "node is no field of helix; it has model, nodes",
-    'helix {"group": "1"}': 'group must be of the form 10, not "1"',
-    'helix {"group": 7}': "80 layers are not divisible into groups of 7",
+    'helix {"node": 1}': "node is no field of helix; it has nodes, group",
+    'helix {"group": "1"}': 'group must be of the form 8, not "1"',
+    'helix {"group": 7}': "32 layers are not divisible into groups of 7",
+    'helix {"group": 64}': "32 layers are not divisible into groups of 64",
+    f"helix {'x' * 5000}": "is neither a file nor an object",
+    f"helix {{{'[' * 100000}": "not JSON",
+    f'helix {{"nodes": {"[" * 100000}': "not JSON",
+    f'helix {{"batch": 1{"0" * 400}}}': "batch must be of the form 32, not 1000",
+    'helix {"requests": true}': "requests must be of the form 1000, not true",
+    'helix {"nodes": {"host": [1, 1, 1, 1]}}': "nodes: host must be a list",
+    'helix {"nodes": {"h100": 200}}': "200 x 200 nodes x 4 groups of layers are more than 20,000",
     'helix {"nodes": {"v100": 2}}': "nodes: v100 must be a list of tokens/s, or a number of a100",
-    'helix {"nodes": {"a100-40gb": 2}}': "nodes hold 2 of 8 groups",
+    'helix {"nodes": {"x": [1]}}': "nodes hold 1 of 4 groups",
     'helix {"nodes": {"x": [1, 0]}}': "nodes: x must be a list",
     'spindle {"tasks": {"a": [1, {"2": 0}, []]}}': r"tasks: a must be \[layers",
     'spindle {"tasks": {"a": [1, {"1": 1}, ["b"]]}}': "unknown task",
+    'spindle {"tasks": {"a": [1, {"1": 1}, [["b"]]]}}': "a must be",
+    'spindle {"tasks": {"a": [1, 60, 8, 8, 8, []]}}': "whole heads",
+    'spindle {"tasks": {"a": [1, 64, 8, 8, 1000000000000, []]}}': "a must be",
     'spindle {"tasks": {"a": [1, {"16": 1}, []]}}': "a needs 16 devices of 8",
     'disttrain {"modules": {"a": [1, 64, 5, 8]}}': r"modules: a must be null or \[layers",
     'disttrain {"costs": [1, 2]}': "costs must be 64 positive numbers",
+    'disttrain {"samples": 1000000000000}': "samples must be of the form 256",
     'dynapipe {"lengths": [5, 0]}': "lengths must be whole numbers",
+    'dynapipe {"lengths": [5, true]}': "lengths must be whole numbers",
+    f'dynapipe {{"memory": 1{"0" * 400}}}': "memory must be positive",
+    'perseus {"clocks": [1, 0.001]}': "passes of .* s are more than 1,000 units",
+    'perseus {"watts": 70}': "watts 70 must be above waiting 75.5",
+    'perseus {"pp": 32, "micro_batches": 64}': "pp 32 x micro_batches 64 is more than 512",
     'dynapipe {"memory": 5}': "document of .* tokens exceeds the memory cap",
     'dynapipe {"pp": 33}': "pp 33 is more than the model's 32 layers",
     'perseus {"clocks": [1, 2]}': "clocks must be fractions",

@@ -1,6 +1,6 @@
 """Searches for unequal devices and unequal tasks: which device runs which layers, on how many.
 
-    python -m parallelism.planner --search helix --problem '{"nodes": {"h100": 1, "a100-40gb": 6}}'
+    python -m parallelism.planner --search helix --model llama3-70b --problem '{"group": 10}'
     python -m parallelism.planner --search spindle --gpus 16
 
 Two papers, each a small optimization problem on the models and devices of cost_model.py:
@@ -14,8 +14,10 @@ Two papers, each a small optimization problem on the models and devices of cost_
 When it loses: rates come from formulas or from --problem, not from a profile of the machine, and a
 search is as good as they are. Helix's program grows with GPUs x GPUs x layers: place groups of
 layers. Its nodes always have a full batch; the paper's estimate of KV memory in use is left out.
-test_all.py compares both with all solutions of small random problems. pipeline_search.py has the
-searches for training pipelines. Needs: the standard library; helix: scipy.
+Spindle's waves finish all tasks of one depth before the next: a task of few devices that could run
+beside the next depth does not. test_all.py compares both with all solutions of small random
+problems. pipeline_search.py has the searches for training pipelines. Needs: the standard library;
+helix: scipy.
 """
 
 from __future__ import annotations
@@ -35,16 +37,16 @@ from typing import Any, NamedTuple
 
 from parallelism.cost_model import (
     DEVICES,
-    GEMM_EFFICIENCY,
-    HBM_EFFICIENCY,
     LINK_EFFICIENCY,
     MEMORY_FRACTION,
     Device,
     Shape,
+    load_device,
     load_shape,
     parse_number,
     require,
 )
+from parallelism.serving_cost import Layout, achieved, decode_work, kv_bytes_per_token, step
 from parallelism.training_plan import (
     RESERVED_BYTES,
     Plan,
@@ -110,15 +112,13 @@ class Cluster:
         sender's last one ("partial inference": it may hold earlier ones too)."""
         first, after = ({n: span[i] for n, span in spans.items()} for i in (0, 1))
         first[HOST], after[HOST] = self.layers, 0
+        rates = {n: self.rates[n][end - begin - 1] for n, (begin, end) in spans.items()}
         valid = lambda a, b: first[b] <= after[a] and (b == HOST or after[a] < after[b])
-        arcs = {
-            ((a, "out"), (b, "in")): rate
-            for (a, b), rate in self.links.items() if {a, b} <= {*first} and valid(a, b)
-        }  # fmt: skip
-        return arcs | {
-            ((n, "in"), (n, "out")): self.rates[n][end - begin - 1]
-            for n, (begin, end) in spans.items()
-        }
+        arcs = {((n, "in"), (n, "out")): rate for n, rate in rates.items()}
+        for (a, b), rate in self.links.items():
+            if {a, b} <= {*first} and valid(a, b):
+                arcs[(a, "out"), (b, "in")] = min(rate, *(rates[n] for n in (a, b) if n != HOST))
+        return arcs
 
     def equal(self, a: str, b: str) -> bool:
         """Whether the two nodes can change places."""
@@ -182,8 +182,12 @@ def place(cluster: Cluster, seconds: float = 30.0) -> tuple[dict[str, Span], flo
     Binary (n, first, end): the node's span; (a, b, e): flow of tokens that have passed e layers, at
     most the rate of a's span if it ends at e, and of b's span if it covers layer e. The paper has
     one flow per link, switched by both ends' layers; a flow per e makes the relaxation tighter.
+    Flows are in thousandths of the fastest node or link: the solver's tolerances are absolute.
     """
-    L, rates, program = cluster.layers, cluster.rates, Program()
+    L, program = cluster.layers, Program()
+    unit = min(max(map(max, cluster.rates.values())), max(cluster.links.values())) / 1000
+    most = 1000 * (len(cluster.rates) + 1)  # of all links into a node
+    rates = {n: [min(r / unit, most) for r in row] for n, row in cluster.rates.items()}
     spans = {n: [program.add((n, s, e), True) for s in range(L) for e in range(s + 1, L + 1)
                  if e - s <= len(rates[n])] for n in rates}  # fmt: skip
     rate_of = {v: rates[v[0]][v[2] - v[1] - 1] for held in spans.values() for v in held}
@@ -193,7 +197,7 @@ def place(cluster: Cluster, seconds: float = 30.0) -> tuple[dict[str, Span], flo
     for (a, b), rate in cluster.links.items():
         passed = [0] if a == HOST else [L] if b == HOST else range(1, L)
         flows = {e: program.add((a, b, e, "flow")) for e in passed}
-        program.limit(ones(flows.values()), 0, rate)
+        program.limit(ones(flows.values()), 0, min(rate / unit, 1000))
         for e, flow in flows.items():
             out[a, e].append(flow)
             into[b, e].append(flow)
@@ -214,8 +218,8 @@ def place(cluster: Cluster, seconds: float = 30.0) -> tuple[dict[str, Span], flo
             firsts = [(v, v[1]) for v in spans[a]] + [(v, -v[1]) for v in spans[b]]
             program.limit(firsts, -math.inf, 0)
     found = program.maximize(sent, seconds)
-    require(found, f"helix: no placement found in {seconds:g} s; use fewer groups of layers")
-    return {n: (first, end) for n, first, end in found[0]}, found[1]
+    require(found, f"helix: no placement found in {seconds:g} s; use a larger group")
+    return {n: (first, end) for n, first, end in found[0]}, found[1] * unit
 
 
 class RoundRobin:
@@ -241,20 +245,20 @@ class RoundRobin:
 
 
 def decode_rates(shape: Shape, device: Device, group: int, batch: int, context: int) -> list[float]:
-    """Tokens/s of a node with 1, 2, ... groups of layers, as many as fit: a step of `batch` tokens
-    takes the longer of its FLOPs and the bytes of weights, keys and values (roofline)."""
-    weights = 2 * group * sum(layer_parameters(shape)) / shape.layers
-    kv = 2 * 2 * group * batch * context * shape.kv_heads * shape.head_dim
+    """Tokens/s of a node with 1, 2, ... groups of layers, as many as fit with their keys and
+    values: serving_cost.py's step without the head."""
+    share = group / shape.layers
+    weights = 2 * share * sum(layer_parameters(shape))
+    kv = share * batch * context * kv_bytes_per_token(shape)
     most = int((MEMORY_FRACTION * device.memory - RESERVED_BYTES) / (weights + kv))
-    flops = batch * weights / (GEMM_EFFICIENCY * device.bf16)
-    step = max(flops, (weights + kv) / (HBM_EFFICIENCY * device.hbm))
-    return [batch / (k * step) for k in range(1, min(most, shape.layers // group) + 1)]
+    whole = step(shape, achieved(device), Layout(), decode_work(batch, context))
+    seconds = share * (whole.total - whole.seconds["head"])
+    return [batch / (k * seconds) for k in range(1, min(most, shape.layers // group) + 1)]
 
 
-HELIX = {  # fields of --problem
-    "model": "llama3-70b",  # decoding in bf16
+HELIX = {  # fields of --problem; --model decodes in bf16
     "nodes": {"h100": 1, "a100-80gb": 2, "a100-40gb": 4},  # or name: [tokens/s of 1, 2, ... groups]
-    "group": 10,  # layers that are placed together
+    "group": 8,  # layers that are placed together
     "batch": 32,  # sequences that a node decodes at a time
     "context": 2048,  # tokens of each
     "network": 1.25e9,  # bytes/s from node to node: 10 Gb/s
@@ -263,24 +267,27 @@ HELIX = {  # fields of --problem
 }
 
 
-def make_cluster(p: argparse.Namespace) -> Cluster:
+def make_cluster(shape: Shape, p: argparse.Namespace) -> Cluster:
     """The nodes and links of a problem."""
-    shape, rates = load_shape(p.model), {}
-    ok = shape.layers % p.group == 0
+    layers, odd = divmod(shape.layers, p.group)
+    ok = layers > 0 and odd == 0
     require(ok, f"--problem: {shape.layers} layers are not divisible into groups of {p.group}")
-    layers = shape.layers // p.group
+    rates: dict[str, Sequence[float]] = {}
     for name, given in p.nodes.items():
-        if isinstance(given, int) and name in DEVICES:
-            found = decode_rates(shape, DEVICES[name], p.group, p.batch, p.context)
-            rates |= {f"{name}.{i}": found for i in range(given) if found}
-            continue
-        ok = isinstance(given, list) and given and all(map(is_positive, given))
+        known = is_count(given) and name in DEVICES
+        listed = isinstance(given, list) and given and all(map(is_positive, given))
         names = ", ".join(DEVICES)
-        require(ok, f"--problem: nodes: {name} must be a list of tokens/s, or a number of {names}")
-        rates[name] = given[:layers]
+        text = f"--problem: nodes: {name} must be a list of tokens/s, or a number of {names}"
+        require(known or listed and name != HOST, text)
+        found = [given] if listed else [decode_rates(shape, DEVICES[name], p.group, p.batch,
+                                                     p.context)] * given  # fmt: skip
+        rates |= {name if listed else f"{name}.{i}": row[:layers] for i, row in enumerate(found)}
+    rates = {name: row for name, row in rates.items() if row}
     most = sum(map(len, rates.values()))
     ok = most >= layers
     require(ok, f"--problem: nodes hold {most} of {layers} groups of {p.group} layers; add nodes")
+    text = f"{len(rates)} x {len(rates)} nodes x {layers} groups of layers are more than 20,000"
+    require(len(rates) ** 2 * layers <= 20_000, f"--problem: {text}; use a larger group")
     sizes = {pair: 4 if HOST in pair else 2 * shape.dim  # bytes of a token: its id, or activations
              for pair in itertools.permutations([HOST, *rates], 2)}  # fmt: skip
     links = {pair: LINK_EFFICIENCY * p.network / size for pair, size in sizes.items()}
@@ -290,13 +297,14 @@ def make_cluster(p: argparse.Namespace) -> Cluster:
 def helix_report(args: argparse.Namespace) -> str:
     """The placement, its links' tokens/s, and the pipelines of the next requests."""
     p = read_problem(args, HELIX)
-    cluster = make_cluster(p)
+    cluster = make_cluster(load_shape(args.model), p)
     spans, bound = place(cluster, p.seconds)
     flows = cluster.routes(spans)
+    require(flows, f"helix: no placement found in {p.seconds:g} s; use a larger group")
     total = sum(f for (a, _), f in flows.items() if a == HOST)
     robin = RoundRobin(flows)
     paths = [tuple(robin.pipeline()) for _ in range(p.requests)]
-    lines = [f"{p.model}: {total:,.0f} tokens/s, {total / bound:.1%} of the upper bound"]
+    lines = [f"{args.model}: {total:,.0f} tokens/s, {total / bound:.1%} of the upper bound"]
     used = {n: span for n, span in spans.items() if any(n in link for link in flows)}
     for name, (first, end) in sorted(used.items(), key=lambda item: item[1]):
         to = ", ".join(f"{f:,.0f} to {b}" for (a, b), f in flows.items() if a == name)
@@ -330,25 +338,31 @@ class Wave(NamedTuple):
     runs: dict[str, tuple[int, int]]
 
 
-def speed_hull(task: Task) -> list[tuple[int, float]]:
+def lower_hull(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The points (x, y) on the lower convex hull, from the least x to the least y."""
+    hull: list[tuple[float, float]] = []
+    slope = lambda a, b: (b[1] - a[1]) / (b[0] - a[0])
+    for x, y in sorted(points):
+        if hull and y >= hull[-1][1]:
+            continue
+        while len(hull) > 1 and slope(hull[-2], hull[-1]) >= slope(hull[-1], (x, y)):
+            hull.pop()
+        hull.append((x, y))
+    return hull
+
+
+def speed_hull(task: Task, devices: int) -> list[tuple[int, float]]:
     """(devices, operators per second), from (0, 0) up: the concave hull of the scaling curve, the
     mean speeds that time-sharing of allocations reaches."""
-    hull = [(0, 0.0)]
-    for n, t in sorted(task.seconds.items()):
-        if 1 / t <= hull[-1][1]:  # more devices, no faster
-            continue
-        slope = lambda a, b: (b[1] - a[1]) / (b[0] - a[0])
-        while len(hull) > 1 and slope(hull[-2], hull[-1]) <= slope(hull[-1], (n, 1 / t)):
-            hull.pop()
-        hull.append((n, 1 / t))
-    return hull
+    speeds = ((n, -1 / t) for n, t in task.seconds.items() if n <= devices)
+    return [(n, -speed) for n, speed in lower_hull([(0, 0.0), *speeds])]
 
 
 def relax(tasks: Mapping[str, Task], devices: int) -> tuple[float, dict[str, float]]:
     """(seconds, devices of each task) of independent tasks that end together on fractions of
-    devices. No schedule is shorter: speeds are concave, so constant allocations are best (Theorem
+    devices. No schedule is shorter: speeds are concave, so constant allocations are best (theorem
     1; Blazewicz et al., Annals of OR 2004)."""
-    hulls = {name: speed_hull(task) for name, task in tasks.items()}
+    hulls = {name: speed_hull(task, devices) for name, task in tasks.items()}
 
     def needed(name: str, seconds: float) -> float:
         speed = tasks[name].count / seconds
@@ -412,7 +426,8 @@ def one_by_one(tasks: Mapping[str, Task], devices: int) -> list[Wave]:
 
 def plan_waves(tasks: Mapping[str, Task], devices: int) -> tuple[list[Wave], float]:
     """(waves, a lower bound of their time): tasks at the same depth of the graph share waves, one
-    depth after the other."""
+    depth after the other. The bound is of plans by depth: a plan that mixes depths can be shorter.
+    """
     depth: dict[str, int] = {}
     while len(depth) < len(tasks):
         ready = [n for n in tasks if n not in depth and {*tasks[n].after} <= {*depth}]
@@ -457,32 +472,34 @@ def make_task(name: str, given: Any, device: Device, gpus: int) -> Task:
     """A task of a problem: given times, or those of formulas with its samples divided over GPUs,
     without the all-reduce of their gradients."""
     try:
-        if len(given) == 3:
-            count, seconds, after = given
-            seconds = {int(n): float(t) for n, t in seconds.items()}
+        *sizes, after = given
+        if len(sizes) == 2:
+            count, seconds = sizes[0], {int(n): t for n, t in sizes[1].items()}
+            ok = min(seconds) > 0 and all(map(is_positive, seconds.values()))
         else:
-            count, dim, heads, seq, samples, after = given
+            count, dim, heads, seq, samples = sizes
+            ok = all(map(is_count, sizes)) and dim % heads == 0
             one = lambda n: sum(passes(block(1, dim, heads), device, seq, Plan(micro=samples // n)))
-            seconds = {n: one(n) for n in divisors(samples) if n <= gpus}
-        ok = count > 0 and min(seconds) > 0 and all(map(is_positive, seconds.values()))
-        require(ok and isinstance(count, int) and isinstance(after, list), "")
+            seconds = {n: one(n) for n in divisors(samples) if n <= gpus} if ok else {}
+        ok = ok and is_count(count) and isinstance(after, list)
+        require(ok and all(isinstance(a, str) for a in after), "")
         return Task(count, seconds, tuple(after))
-    except (TypeError, ValueError, AttributeError, ZeroDivisionError):
+    except (TypeError, ValueError, AttributeError):
         raise ValueError(
             f"--problem: tasks: {name} must be [layers, width, heads, tokens, samples, [before]] "
-            "or [count, {GPUs: seconds}, [before]], with positive numbers"
+            "or [count, {GPUs: seconds}, [before]], with positive numbers and whole heads"
         ) from None
 
 
 def spindle_report(args: argparse.Namespace) -> str:
     """The waves, and their time beside that of one task after another and the bound."""
-    p, device, gpus = read_problem(args, SPINDLE), get_device(args), parse_number(args.gpus)
+    p, device, gpus = read_problem(args, SPINDLE), load_device(args.device), parse_number(args.gpus)
     tasks = {name: make_task(name, given, device, gpus) for name, given in p.tasks.items()}
     waves, bound = plan_waves(tasks, gpus)
     total, alone = (sum(w.seconds for w in found) for found in (waves, one_by_one(tasks, gpus)))
     lines = [
         f"{len(tasks)} tasks on {gpus} {args.device}: {total * 1e3:.2f} ms; one after another "
-        f"{alone * 1e3:.2f}; no plan takes less than {bound * 1e3:.2f}",
+        f"{alone * 1e3:.2f}; by depth, no plan takes less than {bound * 1e3:.2f}",
         f"{'ms':>9}{'GPUs':>6}  operators on GPUs",
     ]
     for seconds, runs in waves:
@@ -498,41 +515,41 @@ def spindle_report(args: argparse.Namespace) -> str:
 
 
 def is_positive(value: Any) -> bool:
-    """Whether a value from JSON is a number above 0."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+    """Whether a value from JSON is a number above 0, and not too large for a float."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1e18
 
 
-def get_device(args: argparse.Namespace) -> Device:
-    """--device. ValueError if it is unknown."""
-    ok = args.device in DEVICES
-    require(ok, f"--device {args.device} is unknown; use one of {', '.join(DEVICES)}")
-    return DEVICES[args.device]
+def is_count(value: Any) -> bool:
+    """Whether a value from JSON is a whole number from 1 to 10^6."""
+    return isinstance(value, int) and is_positive(value) and value <= 10**6
+
+
+def read_json(text: str) -> Any:
+    """JSON, inline or in a file."""
+    try:
+        if text.lstrip().startswith("{"):
+            return json.loads(text)
+        return json.loads(Path(text).read_text())
+    except OSError:
+        raise ValueError(f"--problem {text[:60]} is neither a file nor an object in JSON") from None
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"--problem: not JSON ({e})") from None
 
 
 def read_problem(args: argparse.Namespace, fields: Mapping[str, Any]) -> argparse.Namespace:
-    """`fields`, some of them replaced by those of --problem: JSON, inline or in a file. ValueError
-    for unknown fields, other types than the defaults' (None: any), and numbers not above 0."""
-    text, given = args.problem, {}
-    if text is not None:
-        inline = text.lstrip().startswith("{")
-        ok = inline or Path(text).is_file()
-        require(ok, f"--problem {text} is neither a file nor an object in JSON")
-        try:
-            given = json.loads(text if inline else Path(text).read_text())
-        except json.JSONDecodeError as e:
-            raise ValueError(f"--problem: not JSON ({e})") from None
-        require(isinstance(given, dict), "--problem must be an object in JSON")
+    """`fields`, some of them replaced by those of --problem. ValueError for unknown fields, and for
+    values that are not as the defaults: positive, whole, or not empty (None: any value)."""
+    given = {} if args.problem is None else read_json(args.problem)
+    require(isinstance(given, dict), "--problem must be an object in JSON")
     for name, value in given.items():
         known = ", ".join(fields)
         require(name in fields, f"--problem: {name} is no field of {args.search}; it has {known}")
         like = fields[name]
-        if like is None:  # checked by the search
-            ok = True
-        elif isinstance(like, (int, float)):
-            ok = is_positive(value) and (isinstance(like, float) or isinstance(value, int))
-        else:
-            ok = isinstance(value, type(like)) and len(value) > 0
-        example, found = json.dumps(like)[:60], json.dumps(value)
+        if isinstance(like, (int, float)):
+            ok = (is_count if isinstance(like, int) else is_positive)(value)
+        else:  # None: checked by the search
+            ok = like is None or isinstance(value, type(like)) and len(value) > 0
+        example, found = json.dumps(like)[:60], json.dumps(value)[:60]
         require(ok, f"--problem: {name} must be of the form {example}, not {found}")
     return argparse.Namespace(**fields | given)
 

@@ -34,7 +34,7 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from parallelism import device_search
@@ -43,6 +43,7 @@ from parallelism.cost_model import (
     MEMORY_FRACTION,
     Device,
     Shape,
+    load_device,
     load_shape,
     parse_number,
     require,
@@ -50,20 +51,23 @@ from parallelism.cost_model import (
 from parallelism.device_search import (
     Arcs,
     block,
-    get_device,
+    is_count,
     is_positive,
+    lower_hull,
     max_flow,
     passes,
     read_problem,
 )
 from parallelism.schedules import Action, Costs, Schedule, balance, make_schedule, simulate
 from parallelism.training_plan import (
+    LOGITS_BYTES,
     RESERVED_BYTES,
     Plan,
     activation_bytes,
     divisors,
     head_seconds,
     layer_parameters,
+    memory,
     state_bytes,
 )
 
@@ -77,12 +81,15 @@ WAITING_WATTS = 75.5  # of a GPU blocked in a receive: the default of Perseus's 
 
 def least_sum_and_max(solve: Callable[[float], Any], weight: float) -> tuple[float, Any]:
     """The least sum(t) + weight max(t) and its solution. solve(bound) -> (sum, max, solution) with
-    the least sum of those with every t < bound, or None. The sum grows as the bound falls, so each
-    bound is the last solution's max, until the sum alone costs more than the best."""
+    the least sum of those with every t < bound, or None. The sum grows as the bound falls, so that
+    only a max below (best - sum) / weight can still be better."""
     best, bound = (math.inf, None), math.inf
-    while (found := solve(bound)) is not None and found[0] < best[0]:
-        total, bound, solution = found
-        best = min(best, (total + weight * bound, solution), key=lambda pair: pair[0])
+    while (found := solve(bound)) is not None:
+        total, most, solution = found
+        best = min(best, (total + weight * most, solution), key=lambda pair: pair[0])
+        if best[0] <= total or weight == 0:
+            break
+        bound = min(most, (best[0] - total) / weight)
     return best
 
 
@@ -182,32 +189,32 @@ def module_options(
 ) -> Iterator[Option]:
     """Ways to run a module for microbatches of `samples` samples in all: tensor parallelism in a
     node, equal stages, data parallelism; full recomputation, ZeRO 1, as many microbatches in flight
-    as stages."""
+    as the module has stages."""
     for tp, dp in itertools.product(divisors(device.node), divisors(samples)):
         if shape.heads % tp or seq % tp or tp * dp > gpus:
             continue
-        micro = samples // dp
-        layer = sum(passes(shape, device, seq, Plan(tp=tp, micro=micro, recompute="full")))
-        head = head_seconds(shape, device, micro * seq / tp)
-        saved = micro * seq / tp * shape.layers * activation_bytes(shape, "full", True)
+        base = Plan(dp=dp, tp=tp, micro=samples // dp, recompute="full")
+        layer = sum(passes(shape, device, seq, base))
+        head = head_seconds(shape, device, base.micro * seq / tp)
         for pp in divisors(shape.layers):
-            params = (sum(layer_parameters(shape)) / pp + shape.dim * shape.vocab) / tp
-            size = sum(state_bytes(params, dp, 1, gradient=4)) + saved + RESERVED_BYTES
-            if tp * dp * pp <= gpus and size <= MEMORY_FRACTION * device.memory:
+            plan = replace(base, pp=pp)
+            size = sum(memory(shape, plan, seq, pp * samples).values())
+            if plan.gpus <= gpus and size <= MEMORY_FRACTION * device.memory:
                 seconds = shape.layers / pp * layer + head
-                yield Option(tp * dp * pp, pp, seconds, f"--dp {dp} --tp {tp} --pp {pp}")
+                yield Option(plan.gpus, pp, seconds, f"--dp {dp} --tp {tp} --pp {pp}")
 
 
 def disttrain_report(args: argparse.Namespace) -> str:
     """GPUs and parallelism of each module, the best of all numbers of samples per microbatch; and
     what reordering gains."""
-    p, device, gpus = read_problem(args, DISTTRAIN), get_device(args), parse_number(args.gpus)
+    p, device = read_problem(args, DISTTRAIN), load_device(args.device)
+    gpus = parse_number(args.gpus)
     shapes, best = {}, (math.inf, None, 0)
     for name, given in p.modules.items():
         ok = given is None or isinstance(given, list) and len(given) == 4
-        ok = ok and all(isinstance(x, int) and x > 0 for x in given or ())
-        text = f"--problem: modules: {name} must be null or [layers, width, heads, tokens]"
-        require(ok and (given is None or given[1] % given[2] == 0), text)
+        ok = ok and all(map(is_count, given or ())) and (given is None or given[1] % given[2] == 0)
+        text = "must be null or [layers, width, heads, tokens], with a width of whole heads"
+        require(ok, f"--problem: modules: {name} {text}")
         seq = parse_number(args.seq, 1024)
         shapes[name] = (load_shape(args.model), seq) if not given else (block(*given[:3]), given[3])
     for together in divisors(p.samples):
@@ -264,9 +271,9 @@ def micro_batches(
     fits: Callable[[int, int], bool], stages: int, replicas: int = 1,
 ) -> tuple[float, list[list[int]]]:  # fmt: skip
     """(seconds, documents of each micro-batch, padded to its longest), the slowest first, with the
-    least sum(t) / replicas + (stages - 1) max(t): the time of 1F1B if all t are equal, and a bound
-    of it if they are in this order. seconds and fits: of a stage for (number of documents, padded
-    length), monotonic. ValueError if a document alone does not fit.
+    least sum(t) / replicas + (stages - 1) max(t): of one replica, the time of 1F1B if all t are
+    equal, and a bound of it if they are in this order. seconds and fits: of a stage for (number of
+    documents, padded length), monotonic. ValueError if a document alone does not fit.
 
     Documents are sorted by length, so that a micro-batch is a range of them. Nothing is lost: give
     each micro-batch, in order of its longest document, as many documents as it had, the longest
@@ -309,22 +316,44 @@ DYNAPIPE = {
 }
 
 
+def stage_costs(
+    shape: Shape, device: Device, counts: Sequence[int]
+) -> tuple[Callable[[int, int], float], float]:
+    """(seconds of the slowest stage for (documents, padded length), bytes that a padded token saves
+    on the fullest stage). counts: layers of each stage; the last one has the head and its logits,
+    and stage s has the activations of pp - s micro-batches (1F1B)."""
+
+    def seconds(n: int, length: int) -> float:
+        layer = sum(passes(shape, device, length, Plan(micro=n)))
+        last = counts[-1] * layer + head_seconds(shape, device, n * length)
+        return max(max(counts) * layer, last)
+
+    saved = activation_bytes(shape, "none", True)
+    held = [(len(counts) - s) * layers * saved for s, layers in enumerate(counts)]
+    return seconds, max(*held, held[-1] + LOGITS_BYTES * shape.vocab)
+
+
+def activation_budget(shape: Shape, device: Device, counts: Sequence[int], dp: int) -> float:
+    """Bytes that the model's states leave for activations. One stage has embedding and head."""
+    ends = 2 if len(counts) == 1 and not shape.tied else 1
+    layers = max(counts) * sum(layer_parameters(shape)) / shape.layers
+    states = state_bytes(layers + ends * shape.dim * shape.vocab, dp, 1, gradient=4)
+    return MEMORY_FRACTION * device.memory - sum(states) - RESERVED_BYTES
+
+
 def dynapipe_report(args: argparse.Namespace) -> str:
     """The micro-batches beside the best ones of a fixed number of documents; train.py's flags."""
-    p, device, shape = read_problem(args, DYNAPIPE), get_device(args), load_shape(args.model)
-    ok = all(isinstance(n, int) and n > 0 for n in p.lengths)
-    require(ok, "--problem: lengths must be whole numbers of tokens")
+    p, device = read_problem(args, DYNAPIPE), load_device(args.device)
+    shape = load_shape(args.model)
+    require(all(map(is_count, p.lengths)), "--problem: lengths must be whole numbers of tokens")
     ok = p.pp <= shape.layers
     require(ok, f"--problem: pp {p.pp} is more than the model's {shape.layers} layers")
     counts, _ = stage_passes(shape, device, max(p.lengths), p.pp)
-    params = max(counts) * sum(layer_parameters(shape)) / shape.layers + shape.dim * shape.vocab
-    states = sum(state_bytes(params, p.dp, 1, gradient=4)) + RESERVED_BYTES
-    memory = MEMORY_FRACTION * device.memory - states if p.memory is None else p.memory
-    ok = is_positive(memory)
-    require(ok, "--problem: memory must be positive: bytes for activations; or use a higher pp")
-    saved = p.pp * max(counts) * activation_bytes(shape, "none", True)  # 1F1B: pp in flight
-    fits = lambda n, length: n * length * saved <= memory
-    seconds = lambda n, length: max(counts) * sum(passes(shape, device, length, Plan(micro=n)))
+    cap = activation_budget(shape, device, counts, p.dp) if p.memory is None else p.memory
+    text = "memory must be positive: bytes for activations; or use a higher pp"
+    require(is_positive(cap), f"--problem: {text}")
+    seconds, saved = stage_costs(shape, device, counts)
+    fits = lambda n, length: n * length * saved <= cap
     _, found = micro_batches(p.lengths, seconds, fits, p.pp, p.dp)
     longest = lambda group: max(p.lengths[i] for i in group)
 
@@ -337,11 +366,11 @@ def dynapipe_report(args: argparse.Namespace) -> str:
 
     whole = range(len(p.lengths))
     rows = [f"{len(whole)} documents, {sum(p.lengths):,} tokens, pp {p.pp}, dp {p.dp}, "
-            f"{memory / GIB:.1f} GiB for activations",
+            f"{cap / GIB:.1f} GiB for activations",
             f"{'s/step':>9}{'batches':>8}{'padding':>9}{'GiB':>7}"]  # fmt: skip
     for name, order in ("as given", whole), ("sorted", sorted(whole, key=p.lengths.__getitem__)):
-        splits = {n: [order[i : i + n] for i in whole[::n]] for n in range(1, len(whole) + 1)}
-        fixed = [row(f"{name}, {n} documents each", groups) for n, groups in splits.items()
+        splits = ((n, [order[i : i + n] for i in whole[::n]]) for n in range(1, len(whole) + 1))
+        fixed = [row(f"{name}, {n} documents each", groups) for n, groups in splits
                  if all(fits(len(group), longest(group)) for group in groups)]  # fmt: skip
         rows.append(min(fixed)[1])
     rows += [row("dynamic programming", found)[1], stage_flags(counts), "documents x tokens:"]
@@ -353,20 +382,15 @@ def dynapipe_report(args: argparse.Namespace) -> str:
 # --------------------------------------------------------------------------------------------------
 
 
-def energy_curve(options: Mapping[int, float]) -> dict[int, float]:
-    """Least joules at each whole number of time units, from options {units: joules}: the lower
-    convex hull from the fastest option to the one with the least energy."""
-    hull: list[tuple[int, float]] = []
-    for t, e in sorted(options.items()):
-        if hull and e >= hull[-1][1]:  # slower, without a gain
-            continue
-        slope = lambda a, b: (b[1] - a[1]) / (b[0] - a[0])
-        while len(hull) > 1 and slope(hull[-2], hull[-1]) >= slope(hull[-1], (t, e)):
-            hull.pop()
-        hull.append((t, e))
-    curve = {t: e for t, e in hull[:1]}
-    for (t0, e0), (t1, e1) in itertools.pairwise(hull):
-        curve |= {t: e0 + (e1 - e0) * (t - t0) / (t1 - t0) for t in range(t0 + 1, t1 + 1)}
+def energy_curve(options: Mapping[float, float], unit: float = 1) -> dict[int, float]:
+    """Least joules at each whole number of time units, from options {seconds: joules}: the lower
+    convex hull from the fastest option, rounded, to the one with the least energy."""
+    hull = lower_hull(options.items())
+    first = max(1, round(hull[0][0] / unit))
+    curve, lines = {first: hull[0][1]}, list(itertools.pairwise(hull))
+    for t in range(first, int(hull[-1][0] / unit * (1 + 1e-9)) + 1 if lines else first):
+        # of a convex curve, the highest of all lines
+        curve[t] = max(e + (t * unit - s) * (f - e) / (u - s) for (s, e), (u, f) in lines)
     return curve
 
 
@@ -443,7 +467,7 @@ PERSEUS = {
     "watts": 700.0,  # at the highest clock: the limit of an H100 SXM (datasheet)
     "waiting": WAITING_WATTS,
     "options": None,  # of each stage [F, B], each {seconds: joules}; default: from the model
-    "units": 8,  # of time in the shortest pass
+    "units": 8,  # of time in the shortest pass: times are rounded to one
     "seconds": None,  # of the slowest pipeline of a job, if it is another one ("straggler")
 }
 Stage = list[dict[float, float]]  # {seconds: joules} of its F and its B
@@ -480,10 +504,12 @@ def read_stages(p: argparse.Namespace, args: argparse.Namespace) -> tuple[list[S
     if p.options is None:
         ok = all(is_positive(clock) and clock <= 1 for clock in p.clocks)
         require(ok, "--problem: clocks must be fractions of the highest: above 0, at most 1")
+        ok = p.watts > p.waiting
+        require(ok, f"--problem: watts {p.watts:g} must be above waiting {p.waiting:g}")
         shape, seq = load_shape(args.model), parse_number(args.seq, 1024)
         ok = p.pp <= shape.layers
         require(ok, f"--problem: pp {p.pp} is more than the model's {shape.layers} layers")
-        counts, times = stage_passes(shape, get_device(args), seq, p.pp)
+        counts, times = stage_passes(shape, load_device(args.device), seq, p.pp)
         return [[clock_options(p, t) for t in stage] for stage in times], stage_flags(counts)
     try:
         stages = [[{float(t): e for t, e in both.items()} for both in s] for s in p.options]
@@ -503,24 +529,32 @@ def perseus_report(args: argparse.Namespace) -> str:
     stages, flags = read_stages(p, args)
     ok = p.seconds is None or is_positive(p.seconds)
     require(ok, f"--problem: seconds must be positive, not {p.seconds}")
-    unit = min(t for stage in stages for both in stage for t in both) / p.units
+    ok = p.pp * p.micro_batches <= 512
+    require(ok, f"--problem: pp {p.pp} x micro_batches {p.micro_batches} is more than 512")
+    shortest, *_, longest = sorted(t for stage in stages for both in stage for t in both)
+    unit = shortest / p.units
+    text = f"--problem: passes of {shortest:g} to {longest:g} s are more than 1,000 units"
+    require(longest <= 1000 * unit, f"{text}; lower units, or leave slow options out")
     # as a GPU waits at all other times, a pass costs what it takes above that
-    curve = lambda both: energy_curve({round(t / unit): e - p.waiting * t for t, e in both.items()})
+    curve = lambda both: energy_curve({t: e - p.waiting * t for t, e in both.items()}, unit)
     curves = [[*map(curve, stage)] for stage in stages]
-    curve_of = lambda a: curves[a.chunk]["FB".index(a.kind)]
+    of_action = lambda rows, a: rows[a.chunk]["FB".index(a.kind)]
+    curve_of = lambda a: of_action(curves, a)
     schedule = make_schedule("1f1b", p.pp, p.micro_batches)
     points = [*energy_frontier(schedule, curve_of)][::-1]
-    idle = lambda time: p.waiting * p.pp * time * unit
-    total = lambda point: point.joules + idle(point.time)
-    fastest = points[0].time
-    highest = sum(curve_of(a)[min(curve_of(a))] for a in points[0].plan) + idle(fastest)
+    idle = lambda seconds: p.waiting * p.pp * seconds
+    total = lambda point: point.joules + idle(point.time * unit)
+    fastest = simulate(schedule, ActionCosts(of=lambda a: min(of_action(stages, a)))).makespan
+    highest = idle(fastest)
+    for both in (of_action(stages, a) for a in points[0].plan):
+        highest += both[min(both)] - p.waiting * min(both)
     row = lambda x: f"{x.time * unit:>9.3f}{total(x):>10,.0f}{1 - total(x) / highest:>8.1%}"
     points = points[: 1 + min(range(len(points)), key=lambda i: total(points[i]))]
-    chosen = [x for x in points if x.time == fastest or x.time * unit <= (p.seconds or 0)][-1]
+    chosen = [x for x in points if x is points[0] or x.time * unit <= (p.seconds or 0)][-1]
     some = {round(i * (len(points) - 1) / 6) for i in range(7)}
     return "\n".join([
         f"1f1b, {p.pp} stages, {p.micro_batches} micro-batches; at the highest clocks "
-        f"{fastest * unit:.3f} s, {highest:,.0f} J",
+        f"{fastest:.3f} s, {highest:,.0f} J",
         f"{'seconds':>9}{'joules':>10}{'saved':>8}",
         *(row(points[i]) for i in sorted(some)),
         f"{chosen.time * unit:.3f} s, {total(chosen):,.0f} J: time of each pass over its shortest",

@@ -459,7 +459,7 @@ FLAGS = {  # that a method reads
     "merak": f"{_JOB} dp tp cp pp ep zero micro fp8 eager",
     "alpa": f"{_JOB} recompute",
     "hap": "model device seq batch micro",
-    "helix": "problem",
+    "helix": "problem model",
     "spindle": "problem device gpus",
     "disttrain": "problem model device gpus seq",
     "dynapipe": "problem model device",
