@@ -6547,9 +6547,10 @@ QUANTIZE_FAMILIES = {  # all widths are multiples of 8
 }
 
 
-def quantize_cases(names: str, some, *every):
-    """Parametrize over the combinations `some`, and as slow tests over all others."""
-    rest = [pytest.param(*c, marks=pytest.mark.slow) for c in product(*every) if c not in some]
+def quantize_cases(names: str, some, *every, more=()):
+    """Parametrize over the combinations `some`, and as slow tests over all others and `more`."""
+    others = [*more, *product(*every)]
+    rest = [pytest.param(*c, marks=pytest.mark.slow) for c in others if c not in some]
     return pytest.mark.parametrize(names, [*some, *rest])
 
 
@@ -7026,14 +7027,13 @@ def test_quantize_model_bad_flags_are_refused(argv, words, tmp_path, capsys):
         ("small", "int8", "--set quantize_skip=layers.0,o_proj"),
         ("moe", "fp8-block", ""),
         ("draft", "int4", "--calibrate gptq"),
-        ("draft", "int2", "--calibrate tacq"),
-        ("draft", "int8-dynamic", "--calibrate smoothquant"),
         ("draft", "int8", "--calibrate equalize"),
         ("moe", "int8", "--calibrate bias"),
     ],
     ("small", "moe"),
     ("int8", "int8-dynamic", "llm.int8", "fp8"),
     [""],
+    more=[("draft", "int2", "--calibrate tacq"), ("draft", "int8-dynamic", "--calibrate smoothquant")],
 )
 def test_quantize_model_saved_and_loaded(name, scheme, more, tmp_path, capsys, monkeypatch):
     """--save OUT, then --checkpoint OUT: the saved model's logits bit for bit and the text of
@@ -7490,6 +7490,7 @@ def test_quantize_model_gptq_is_never_worse_than_rounding(quantize_calibration, 
     assert there == [True, True, True, False]
 
 
+@pytest.mark.slow
 def test_quantize_model_tacq_beats_random_and_magnitude(quantize_calibration, monkeypatch):
     """At 2 bits, keeping 1 % of the weights, TaCQ's selection gives the lowest loss."""
     (texts, val), model, losses = quantize_calibration, HF.load_checkpoint(DRAFT).float(), {}
@@ -12632,6 +12633,7 @@ def is_valid(value, schema: dict, defs: dict) -> bool:
     return bool(ok)
 
 
+@pytest.mark.slow
 def test_structured_json_validates_under_its_schema():
     """Random texts of 50 random schemas are JSON and valid under them, also as OpenAI's
     response_format, and as a json_object; a wrong schema finds them invalid."""
@@ -17434,6 +17436,7 @@ def listening(pid: int) -> set[str]:
 
 def cluster_pair(pipe: Any) -> None:
     """A process in which a pair of replicas connects; what it listens on."""
+    gc.disable()  # the parent's objects, whose threads this process does not have
     store, groups = CLUSTER.rank_store(), []
 
     def connect(rank: int) -> None:
@@ -20713,6 +20716,7 @@ def test_data_shards_hold_the_documents(data_folder):
             shards.row(i)
 
 
+@pytest.mark.slow
 def test_data_workers_write_the_same_bytes(data_folder, tmp_path, monkeypatch):
     """Two processes, chunks of a few documents: the shards of one process."""
     monkeypatch.setattr(DA, "_chunks", partial(DA._chunks, characters=500))
@@ -32762,8 +32766,8 @@ greedy interactive              |                                       | --tp 1
 greedy samples interactive batch |                                      | --kv-store {kv}   |
 slow greedy batch               | --checkpoint {moe}                    | --kv-store {kv}   |
 slow greedy batch               | --speculate ngram                     | --kv-store {kv}   |
-greedy samples                  |                                       | --early-exit 6:6  |
-greedy samples interactive      |                                       | --kv-budget 1     |
+slow greedy samples                  |                                       | --early-exit 6:6  |
+slow greedy samples interactive      |                                       | --kv-budget 1     |
 greedy perplexity               |                | --kv-budget 9999 --kv-policy infinigen |
 greedy                          | | --cascade {draft} --cascade-threshold 1 |
 greedy | | --cascade {draft} --cascade-threshold 0             | --checkpoint {draft}
@@ -32773,9 +32777,9 @@ slow greedy samples perplexity batch | --checkpoint {moe}                    | -
 interactive                     | --checkpoint {moe}                    | --set experts=loop |
 greedy                          | --checkpoint {moe} --speculate mtp    | --set experts=loop |
 slow greedy                          | --checkpoint {moe} --quantize int8    | --set experts=loop |
-greedy                          | --checkpoint {moe} --quantize llm.int8 | --set experts=loop |
+slow greedy                          | --checkpoint {moe} --quantize llm.int8 | --set experts=loop |
 slow greedy | --checkpoint {moe} --quantize int4 --group-size 8              | --set experts=loop |
-greedy | --checkpoint {moe} --speculate draft --draft-model {moe}       | --set experts=loop |
+slow greedy | --checkpoint {moe} --speculate draft --draft-model {moe}       | --set experts=loop |
 slow serving                    | --checkpoint {moe}                    | --set experts=loop |
 slow perplexity batch interactive | --checkpoint {moe8}                 | --set experts=loop |
 greedy perplexity | | --checkpoint {small8}                  | --checkpoint {small} --quantize int8
@@ -33325,6 +33329,7 @@ def generate_process(*argv, **pipes) -> subprocess.Popen:
     )
 
 
+@pytest.mark.slow
 def test_generate_as_a_process():
     """Text on stdout, the first of it within 5 s, one line of statistics on stderr; a prompt from a
     pipe; a closed stdout is no error; bad input to either program is one line, no traceback."""
@@ -34542,7 +34547,7 @@ def train_rows(keep: Callable[[Row], bool]) -> list:
     return [pytest.param(row, id=row.on or "plain", marks=slow(row)) for row in TRAIN if keep(row)]
 
 
-@pytest.mark.parametrize("row", train_rows(lambda row: row.off is not None))
+@pytest.mark.parametrize("row", one_in(2, train_rows(lambda row: row.off is not None)))
 def test_train_with_a_flag_equals_without(row, train_runs):
     """Flags that must not change the result: the same bits, or the same but for rounding."""
     on, off = train_runs.finished(row.on), train_runs.finished(row.off)
@@ -36509,15 +36514,16 @@ COUNTS = {  # of each microbatch, or the same of both
     ],
 }
 COUNT_SIZES = dict(batch=4, micro=4), dict(batch=8, micro=1)  # ZeRO: 2 microbatches
-COUNTED = {flags: ("three biased", flags) for flags in COUNTS}
-COUNTED["1021 tokens"] = "1021-tokens", f"--tp 4 {NO_SP}"
+SLOW_COUNTS = "--cp 4", ALL_GATHER, "--zero 1", "--zero 2", f"--zero 3 {QUANTIZED}"
+COUNTED = {"slow " * (f in SLOW_COUNTS) + f: ("three biased", f) for f in COUNTS}
+COUNTED["slow 1021 tokens"] = "1021-tokens", f"--tp 4 {NO_SP}"
 COUNTED = {
     name: LayoutCase(words, flags, dtype="fp32", **COUNT_SIZES["zero" in flags])
     for name, (words, flags) in COUNTED.items()
 }
 
 
-@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize("name", slow_or_not(COUNTED))
 def test_layout_transfers_equal_the_formula(layouts, name):
     """The number and size of each kind of transfer, of every microbatch, and none else; with a
     vocabulary much larger than the width too. Quantized ones change the loss by little."""
