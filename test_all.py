@@ -33476,12 +33476,26 @@ SERVING_CPU_SHAPES = {  # layers of TinyLlama, Llama 3 8B and Llama 2 7B: 0.9 to
 }
 
 
+def others_are_idle() -> bool:
+    """Whether other programs leave the cores alone for a tenth of a second."""
+
+    def times() -> list[int]:
+        return list(map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:]))
+
+    before = times()
+    time.sleep(0.1)
+    spent = [b - a for a, b in zip(before, times())]
+    return spent[3] + spent[4] > 0.9 * sum(spent)  # idle, and waiting for a disk
+
+
 @pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="/proc/stat says what others compute")
 @pytest.mark.parametrize("name", SERVING_CPU_SHAPES)
+@torch.inference_mode()
 def test_generate_decode_time_is_predicted_from_bandwidth(name, tmp_path):
     """The planner's seconds of a decode step on this machine, calibrated by generate.py's measured
-    bandwidth alone, are within 20% of the measured ones: the median ratio of 5 rounds, each with a
-    bandwidth of its own, since other programs change it. Run it on a quiet machine."""
+    bandwidth alone, are within 20% of the measured ones: the median ratio of the rounds, of five,
+    during which no other program computed, each with a bandwidth of its own."""
     shape, cpu = SERVING_CPU_SHAPES[name], torch.device("cpu")
     path = tmp_path / "config.json"
     path.write_text(json.dumps(serving_config(shape).to_hf()))
@@ -33489,15 +33503,21 @@ def test_generate_decode_time_is_predicted_from_bandwidth(name, tmp_path):
     model = LOAD.dummy_model(str(path), cpu, torch.bfloat16)
     LOAD.optimize_for_inference_(G.parse_args(["x"]), model)
     decoder, ratios = G.Decoder(model, 160, GREEDY), []
-    decoder.start(list(range(100)))
-    for _ in range(5):
-        machine = cost_model.Device(1e15, 1e15, 1e12, G.measure_bandwidth(cpu), 1e12, 0)
-        work, seconds = SCOST.decode_work(1, decoder.num_cached + 2), []
-        for _ in range(3):
-            began = time.perf_counter()
-            decoder.next()
-            seconds.append(time.perf_counter() - began)
-        ratios.append(SCOST.step(shape, machine, SCOST.Layout(), work).bandwidth / min(seconds))
+    with torch_threads(len(os.sched_getaffinity(0))):
+        decoder.start(list(range(100)))
+        for _ in range(5):
+            quiet, seconds = others_are_idle(), []
+            machine = cost_model.Device(1e15, 1e15, 1e12, G.measure_bandwidth(cpu), 1e12, 0)
+            work = SCOST.decode_work(1, decoder.num_cached + 2)
+            for _ in range(3):
+                began = time.perf_counter()
+                decoder.next()
+                seconds.append(time.perf_counter() - began)
+            if quiet and others_are_idle():
+                step = SCOST.step(shape, machine, SCOST.Layout(), work)
+                ratios.append(step.bandwidth / min(seconds))
+    if len(ratios) < 3:
+        pytest.skip("other programs compute: the time of a step needs a quiet machine")
     print(f"{name}: predicted / measured {statistics.median(ratios):.2f}, {min(ratios):.2f} to "
           f"{max(ratios):.2f}; {1e3 * min(seconds):.1f} ms")  # fmt: skip
     assert statistics.median(ratios) == pytest.approx(1, abs=0.2)
