@@ -3271,7 +3271,9 @@ DECODE_CORNERS = dict(
 )
 
 
-@pytest.mark.parametrize("name", [*map(str, range(20)), *DECODE_CORNERS, *SLOW_SEEDS[10:30]])
+@pytest.mark.parametrize(
+    "name", one_in(2, [*map(str, range(20)), *DECODE_CORNERS, *SLOW_SEEDS[10:30]])
+)
 def test_attention_decode_equals_the_reference(name, monkeypatch):
     """Split-KV decoding over ragged caches, with kernels and without; a sink counts once for any
     number of splits."""
@@ -4018,7 +4020,13 @@ def paged_compare(attend, p: dict) -> None:
         assert error(got, right) <= tolerance, p
 
 
-@pytest.mark.parametrize("kernel, seed", [*product([0], range(48)), *product([1], range(36))])
+@pytest.mark.parametrize(
+    "kernel, seed",
+    [
+        pytest.param(kernel, seed, marks=[pytest.mark.slow] * (seed % 2))
+        for kernel, seed in (*product([0], range(48)), *product([1], range(36)))
+    ],
+)
 def test_paged_attention_equals_float64(kernel, seed, monkeypatch):
     """Kernel and plain torch == float64 for decode, prefill and mixed batches, any block table,
     layout, flags and splits; NaN in slots that no query sees has no effect."""
@@ -5772,7 +5780,7 @@ def test_paged_kernel_compiles_for_gpus(arch, cases, tmp_path):
     assert any("64x512xf32" in t and "warp_group_dot" in t for t in kernels) == (arch == 90)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", one_in(3, range(12)))
 def test_engine_sliding_window_reuses_blocks(seed):
     """All layers windowed, no prefix cache: text of the whole cache, several windows on, from a
     pool smaller than one prompt; preempted, swapped, forked and with drafts."""
@@ -7033,7 +7041,10 @@ def test_quantize_model_bad_flags_are_refused(argv, words, tmp_path, capsys):
     ("small", "moe"),
     ("int8", "int8-dynamic", "llm.int8", "fp8"),
     [""],
-    more=[("draft", "int2", "--calibrate tacq"), ("draft", "int8-dynamic", "--calibrate smoothquant")],
+    more=[
+        ("draft", "int2", "--calibrate tacq"),
+        ("draft", "int8-dynamic", "--calibrate smoothquant"),
+    ],
 )
 def test_quantize_model_saved_and_loaded(name, scheme, more, tmp_path, capsys, monkeypatch):
     """--save OUT, then --checkpoint OUT: the saved model's logits bit for bit and the text of
@@ -8784,7 +8795,7 @@ MOE_CASES = {  # n, c, f, e, k, which experts
 }
 
 
-@pytest.mark.parametrize("case", MOE_CASES.values(), ids=MOE_CASES)
+@pytest.mark.parametrize("case", one_in(2, MOE_CASES.values()), ids=MOE_CASES)
 @pytest.mark.parametrize("backend", [*MOE_BACKENDS, "reference"])
 def test_moe_experts_equal_the_loop(backend, case):
     """Output and all four gradients, for any size and load."""
@@ -8836,7 +8847,7 @@ MOE_FORMS = {  # how it is called: inputs changed, the function wrapped, options
 }
 
 
-@pytest.mark.parametrize("form", MOE_FORMS.values(), ids=MOE_FORMS)
+@pytest.mark.parametrize("form", one_in(2, MOE_FORMS.values()), ids=MOE_FORMS)
 @pytest.mark.parametrize("backend", MOE_BACKENDS)
 def test_moe_experts_called_in_any_form_equal_the_loop(backend, form):
     """Strides with gaps, swapped or 0, checkpointing, gradients of only some inputs, other dtypes
@@ -9418,7 +9429,7 @@ FUSED_CONFIGS = {
 
 
 @pytest.mark.parametrize("scheme", [None, "q8_0", "q4_0"])
-@pytest.mark.parametrize("options", FUSED_CONFIGS.values(), ids=FUSED_CONFIGS)
+@pytest.mark.parametrize("options", one_in(2, FUSED_CONFIGS.values()), ids=FUSED_CONFIGS)
 @torch.inference_mode()
 def test_cpu_decode_equals_the_layers(scheme, options, cpu_kernels, monkeypatch):
     """Decode steps of batches, and steps of several tokens, in rows, rings and blocks: the logits
@@ -9728,6 +9739,7 @@ for path in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_files_without_imports_import_alone(tmp_path):
     """Every file that imports nothing of the project imports alone from an empty folder."""
     leaves = [path for path in FILES.values() if not uses_of(path)]
@@ -12552,7 +12564,7 @@ def structured_walk(texts, grammar: GR.Grammar, rng) -> tuple[str, list[int]]:
     return prefix.decode(), ids[:-1]
 
 
-@pytest.mark.parametrize("kind", VOCABULARIES)
+@pytest.mark.parametrize("kind", one_in(3, VOCABULARIES))
 def test_structured_allowed_tokens_are_those_of_the_language(kind):
     """30 random patterns with characters of 1 to 4 bytes: in each state of a random text the
     allowed tokens are those of a search over all texts; every text is one of the pattern's. Where a
@@ -16229,7 +16241,7 @@ CASCADE_BODIES = [
 ]
 
 
-@pytest.mark.parametrize("threshold", [0.0, 0.35, 1.0])
+@pytest.mark.parametrize("threshold", one_in(3, [0.35, 0.0, 1.0]))
 def test_cascade_server_answers_as_the_gate_says(threshold):
     """Each text is that of the model that the gate chooses, whole and streamed: at 1 the large
     one's without the small model having run, at 0 the small one's. Log-probabilities and echo are
@@ -20135,7 +20147,7 @@ GGUF_FAMILIES = {  # name: a row of FAMILIES, or transformers' config class and 
 
 
 @needs_gguf
-@pytest.mark.parametrize("name", GGUF_FAMILIES)
+@pytest.mark.parametrize("name", one_in(2, GGUF_FAMILIES))
 def test_gguf_llama_cpp_family_written_and_read(name, tmp_path, monkeypatch):
     """Written and read again: the config, every tensor bit for bit, the ids of the tokenizer and
     the chat template. The best next tokens are llama.cpp's."""
@@ -34582,7 +34594,7 @@ RESUMED = train_rows(
 )
 
 
-@pytest.mark.parametrize("row", one_in(2, RESUMED))
+@pytest.mark.parametrize("row", one_in(4, RESUMED))
 def test_train_interrupted_and_resumed_equals_whole(row, train_runs, tmp_path):
     """A run learns; one that SIGTERM stopped at step 3 and --resume continued has its bits."""
     whole, out = train_runs.finished(row.on), tmp_path / "out"
@@ -36196,17 +36208,17 @@ CHUNKED = "--set loss_chunk=24"
 LAYOUT_CORNERS = f"""
 dp           | biased           |                                         |
 tp           | biased           | --tp 4 {NO_SP}                          | | single_micro=4
-sp           | norms tied       | --tp 4                                  | | micro=2
+slow sp           | norms tied       | --tp 4                                  | | micro=2
 async        | biased           | --tp 4 --async-tp                       | | micro=4
 ring         | windows          | --cp 4                                  | | micro=2
 ep           | latent           | --ep 2                                  | {Z_LOSS} --set seq_aux_loss=0.1
-ep pyramid   | pyramid          | --ep 2                                  | {Z_LOSS} --set seq_aux_loss=0.1
+slow ep pyramid   | pyramid          | --ep 2                                  | {Z_LOSS} --set seq_aux_loss=0.1
 zero 3       | biased           | --zero 3                                | | batch=8 steps=10
 tp x cp x ep | latent           | --tp 2 --async-tp --cp 2 --ep 2 --zero 3 | {Z_LOSS} | micro=2
 pp           | biased deep      | --pp 4                                  |
-zbv          | norms tied deep  | --pp 4 --pp-schedule zbv                | | batch=8
-fp32         | biased           | --tp 2 --cp 2 {RECOMPUTE}               | | micro=2 dtype=fp32
-hpz          | biased           | --zero 3 --set hpz_size=2               | | batch=8
+slow zbv          | norms tied deep  | --pp 4 --pp-schedule zbv                | | batch=8
+slow fp32         | biased           | --tp 2 --cp 2 {RECOMPUTE}               | | micro=2 dtype=fp32
+slow hpz          | biased           | --zero 3 --set hpz_size=2               | | batch=8
 slow ep by nodes    | moe tied | --ep 4 --set ep_node_size=2 --set ep_chunks=2 | --aux-loss 0
 slow ep by nodes cp | latent | --cp 2 --ep 4 --set ep_node_size=2 --set ep_chunks=3 |
 slow ep pyramid z3  | pyramid mtp | --ep 4 --set ep_node_size=2 --zero 3 | --aux-loss 0
