@@ -2208,6 +2208,7 @@ def test_weights_of_a_bad_folder_are_refused(fault, tmp_path, capsys):
     assert error.count("\n") == 1 and str(tmp_path) in error and re.search(words, error), error
 
 
+@pytest.mark.slow
 def test_weights_and_model_alone_in_an_empty_folder(tmp_path):
     """Copied into an empty folder, model.py imports, builds and runs; together with
     huggingface/weights.py it saves and loads."""
@@ -5697,6 +5698,7 @@ engine_ranks = on_ranks(
 
 
 @pytest.mark.parametrize("case", ENGINE_PLACEMENTS, ids=str)
+@pytest.mark.slow
 def test_engine_prefill_and_decode_in_processes(case, engine_ranks):
     """Disaggregated prefill: workers of one or more ranks run prompts, others decode and run no
     prompt; KV is sent by gloo in parts, once for all samples: tokens and errors are those of one
@@ -6954,8 +6956,13 @@ def test_quantize_latent_attention_absorbed_equals_expanded(scheme, skip):
 
 @pytest.mark.parametrize(
     "scheme, backend",
-    [("int4", "eager"), ("llm.int8", "eager"), ("fp8-block", "eager")]
-    + [pytest.param(scheme, "inductor", marks=pytest.mark.slow) for scheme in QUANTIZE_SCHEMES],
+    [("int4", "eager")]
+    + [
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            ("llm.int8", "eager"), ("fp8-block", "eager"), *product(QUANTIZE_SCHEMES, ["inductor"])
+        )
+    ],
 )
 def test_quantize_compiles_without_graph_breaks(scheme, backend):
     """A dense and an MoE layer compile to one graph and equal eager, for one token and several."""
@@ -13289,6 +13296,7 @@ def row_run(path: Path, requests: list, reorder: bool, previous=()) -> tuple[dic
     return {r["id"]: r for r in results}, service.engine
 
 
+@pytest.mark.slow
 def test_row_order_of_a_batch(tmp_path, serving_without_kernels):
     """--reorder, with a small cache: more prompt tokens are found in it, equal requests are
     computed once, each id has the result of its own request alone, with its fields in any order,
@@ -15958,7 +15966,11 @@ def test_server_client_that_leaves_is_aborted(stream):
         assert other.result().json()["usage"]["completion_tokens"] == 60
 
 
-@pytest.mark.parametrize("n, echo, deaths", [(1, False, None), (2, True, None), (2, True, 4)])
+@pytest.mark.parametrize(
+    "n, echo, deaths",
+    [(2, True, None)]
+    + [pytest.param(*c, marks=pytest.mark.slow) for c in ((1, False, None), (2, True, 4))],
+)
 def test_server_interrupted_stream_continues(n, echo, deaths):
     """A client that repeats its call with Last-Event-ID after any number of events gets the rest of
     the text and its log-probabilities, none twice and none missing; from replicas that die too."""
@@ -17355,6 +17367,7 @@ def test_cluster_streams_outlive_their_replicas(kind, deaths):
 
 
 @pytest.mark.parametrize("replicate", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
 def test_cluster_answers_return_to_the_prefill_replica(replicate):
     """Of a call whose decode replica died after 30 tokens, the prefill replica runs again less than
     a block, and with --replicate no token whose KV arrived; it has the prompt and the answer in its
@@ -18434,6 +18447,7 @@ def test_programs_leave_nothing_when_the_client_leaves():
         asyncio.run(main(n))
 
 
+@pytest.mark.slow
 def test_programs_failures_reach_only_what_depends_on_them():
     """A call that does not fit, a function that raises, a call that uses the Stream that it is a
     part of, and a chain of 1500 calls on a failed one: what depends on it has its message, and
@@ -35167,7 +35181,9 @@ def test_draft_head_learns(train_runs):
 
 
 @pytest.mark.parametrize(
-    "target, dtype", [("head-target", "fp32"), ("plain", "fp32"), ("moe", "bf16")]
+    "target, dtype",
+    [("head-target", "fp32")]
+    + [pytest.param(*c, marks=pytest.mark.slow) for c in (("plain", "fp32"), ("moe", "bf16"))],
 )
 def test_draft_head_training_freezes_the_model(target, dtype, train_runs, tmp_path, monkeypatch):
     """An fp32 head trains by UNROLL_STEPS and validates by NUM_DRAFT_TOKENS steps, with --dtype and
