@@ -16803,7 +16803,7 @@ def lockstep_rank(env) -> tuple:
     ASYNC.MAX_IDLE = 0.05
     torch.set_num_threads(1)
     flags = "--serve --tp 2 --dtype fp32 --device cpu --policy slo-mix:slo=1 --max-num-seqs 4"
-    args = G.parse_args(["x", *flags.split()])
+    args = G.parse_args(flags.split())
     args.mesh = RANKS.build_mesh(args)
     with torch.inference_mode():
         service = SRUN.build_service(args)
