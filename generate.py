@@ -26,8 +26,8 @@
 Generation has two phases, one function each. `prefill` runs the prompt through the model in chunks:
 large matmuls, compute bound. A decode step runs one token: every weight is read and used once, so
 the step is memory bound and takes at least (weights + KV cache) / bandwidth. After each run one
-line on stderr reports the speed beside that prediction, and the achieved bandwidth beside the one
-measured on the device.
+line on stderr reports the achieved bandwidth beside the one measured on the device, with --bench
+also the speed beside that bound.
 
 generation/config.py has every flag; the sampling flags are the fields of paged_kv.py's
 SamplingParams, in every mode. --n generates several continuations of one prompt in lockstep,
@@ -393,13 +393,12 @@ def complete(args: GenerateConfig, text: str, gate: Any = None) -> bool:
     history = build_history(args, decoder)
     load_seconds = IMPORT_SECONDS + time.perf_counter() - begin
     energy = open_energy_counter(device) if args.energy else None
-
     quiet = args.json or args.bench or gate is not None
     # with --n, texts cannot be streamed
     show = partial(print, end="", flush=True) if not quiet and args.n == 1 else lambda text: None
     continues = args.prompt_tokens is None and not args.chat  # the text continues the prompt's
-    if continues and not quiet and args.n == 1:
-        print(text, end="", flush=True)
+    if continues:
+        show(text)
 
     def run() -> RunTimings:
         nonlocal rows

@@ -11816,7 +11816,9 @@ def test_kv_select_windows_keep_their_own_tokens_alone():
     cache = budgeted(model, "recency", 9, 2, 50)
     model(random_tokens(model.config, 1, 30), attend=partial(cache.attend, limit=30))
     assert cache.bytes_read(30) == 2 * cache.k[0, ..., :1, :].nbytes * (2 * 9 + 30)
-    assert sum(t.untyped_storage().nbytes() for t in cache.windowed.k) == cache.k[0].nbytes * 50 // 9
+    assert (
+        sum(t.untyped_storage().nbytes() for t in cache.windowed.k) == cache.k[0].nbytes * 50 // 9
+    )
 
 
 @pytest.mark.parametrize("policy", ["h2o", "infinigen"])
@@ -29815,9 +29817,14 @@ def test_planner_memory_equals_published_formulas():
     assert training_plan.activation_bytes(gpt, "none", True) == (34 - 2 - 4 - 8) * h + 4 * a
     assert training_plan.activation_bytes(gpt, "full", True) == 2 * h
     # 32 layers' saved bytes and one recomputed; without ZeRO 3 no weights are gathered
-    shape, plan = cost_model.SHAPES["llama3-8b"], training_plan.Plan(8, micro=2, recompute="selective")
+    shape, plan = (
+        cost_model.SHAPES["llama3-8b"],
+        training_plan.Plan(8, micro=2, recompute="selective"),
+    )
     got = training_plan.memory(shape, plan, 8192, 16)
-    kept, whole = (training_plan.activation_bytes(shape, mode, True) for mode in ("selective", "none"))
+    kept, whole = (
+        training_plan.activation_bytes(shape, mode, True) for mode in ("selective", "none")
+    )
     assert got["activations"] == 2 * 8192 * (32 * kept + 2 * whole)
     assert got["weights"] == pytest.approx(2 * cost_model.parameters(shape), rel=1e-12)
 
@@ -29849,7 +29856,9 @@ def test_planner_layers_of_uneven_stages():
     ):
         shape = replace(PLANNER_TINY, layers=layers)
         assert training_plan.layers_per_rank(shape, training_plan.Plan(pp=p, chunks=v)) == want
-    plan = training_plan.Plan(pp=5, schedule="interleaved", chunks=2)  # embedding and head on their own
+    plan = training_plan.Plan(
+        pp=5, schedule="interleaved", chunks=2
+    )  # embedding and head on their own
     assert training_plan.find_conflict(PLANNER_TINY, plan, 8192, 20) is None
 
 
@@ -30021,7 +30030,13 @@ def test_planner_enumeration_is_exhaustive(shape, gpus, seq, batch):
     """All valid plans with tp within a node and at least 2048 tokens per rank, each once."""
     device, want = replace(PLANNER_H100, node=4), set()
     sizes = [d for d in range(1, 17) if gpus % d == 0]
-    options = [(1, 2, 4, 8), (1, 2, 3), training_plan.SCHEDULES, range(1, 9), training_plan.RECOMPUTE]
+    options = [
+        (1, 2, 4, 8),
+        (1, 2, 3),
+        training_plan.SCHEDULES,
+        range(1, 9),
+        training_plan.RECOMPUTE,
+    ]
     for dp, tp, cp, pp, ep in itertools.product(sizes, repeat=5):
         if dp * tp * cp * pp == gpus and tp <= 4 and (cp == 1 or seq // cp >= 2048):
             for micro, zero, schedule, v, recompute in itertools.product(*options):
@@ -30100,7 +30115,9 @@ def test_search_transfers_of_megatron_and_data_parallelism():
         assert {kind for kind, *_ in moves} == {"all-reduce"}
         sizes = sorted(size for _, size, _ in moves)
         assert sum(sizes) == pytest.approx(sum(want)) and len(sizes) == 4
-        edges = [auto_sharding.reshard_transfers(letters[u], letters[v], axes, 1) for u, v in widths]
+        edges = [
+            auto_sharding.reshard_transfers(letters[u], letters[v], axes, 1) for u, v in widths
+        ]
         assert not any(map(list, edges))
     moves = [m for op in operators for m in auto_sharding.op_transfers(
         op, {"norm": "ir", "attention": "ih"}.get(op.name, "ij"), [2, 4], 100, 1)]  # fmt: skip
@@ -30405,7 +30422,9 @@ def test_search_hap_cannot_be_improved(names):
     shape = replace(PLANNER_8B, layers=4)
     got = uneven_sharding.hap(shape, devices, 2048, 4, 8)
     assert got.seconds <= got.equal * (1 + 1e-9)
-    clusters = [uneven_sharding.Cluster(shape, devices, 2048, 4, 8, padded) for padded in (True, False)]
+    clusters = [
+        uneven_sharding.Cluster(shape, devices, 2048, 4, 8, padded) for padded in (True, False)
+    ]
     steps = [cluster.step(got.letters, got.ratios) for cluster in clusters]
     cluster = min(zip(steps, clusters), key=lambda pair: pair[0])[1]
     assert min(steps) == pytest.approx(got.seconds)
@@ -30470,11 +30489,15 @@ def test_search_program(line, words, capsys):
     planner.main(["--search", *line.split()])
     out = capsys.readouterr().out
     assert re.search(words, out), out
-    flags = [row.strip().split() for row in out.split("\n") if row.strip().startswith("train.py --")]
+    flags = [
+        row.strip().split() for row in out.split("\n") if row.strip().startswith("train.py --")
+    ]
     assert bool(flags) == (not line.startswith("hap"))
     for _, *row in flags:
         got = TCONF.parse_args(row)
-        layers = cost_model.SHAPES[line.split("--model ")[1].split()[0]].layers if "--m" in line else 32
+        layers = (
+            cost_model.SHAPES[line.split("--model ")[1].split()[0]].layers if "--m" in line else 32
+        )
         assert got.pp_layers is None or sum(ST.parse_ints(got.pp_layers, "")) == layers
 
 
@@ -30516,7 +30539,10 @@ for planner_text, planner_words in {
     "aceso --gpus 8 --model llama3-405b": "no plan fits",
 }.items():
     planner_call = lambda text: search.report(planner.parse_args(["--search", *text.split()]))
-    REFUSED[f"planner: --search {planner_text}"] = partial(planner_call, planner_text), planner_words
+    REFUSED[f"planner: --search {planner_text}"] = (
+        partial(planner_call, planner_text),
+        planner_words,
+    )
 
 
 # ---- bad plans and flags ----
@@ -30544,7 +30570,9 @@ for planner_text, planner_words in {
 }.items():
     planner_run = 8190 if "8190" in planner_words else 8192, 24
     planner_call = partial(training_plan.predict, PLANNER_TINY, PLANNER_H100)
-    planner_call = partial(planner_call, training_plan.Plan(**planner_fields(planner_text)), *planner_run)
+    planner_call = partial(
+        planner_call, training_plan.Plan(**planner_fields(planner_text)), *planner_run
+    )
     REFUSED[f"planner: {planner_text}"] = planner_call, planner_words
 for planner_text in ("", "M", "x", "-1", "0", "nan", "inf", "1e999", "1e16", "8.5", "12q"):
     planner_call = partial(cost_model.parse_number, planner_text)
@@ -30581,7 +30609,9 @@ def test_planner_error_names_the_missing_memory():
     ).groups()
     sizes = [float(kind.split()[-1]) for kind in kinds.split(", ")]
     every = training_plan.plans(shape, PLANNER_H100, 8, 8192, 512)
-    least, plan = min((sum(training_plan.memory(shape, p, 8192, 512).values()), str(p)) for p in every)
+    least, plan = min(
+        (sum(training_plan.memory(shape, p, 8192, 512).values()), str(p)) for p in every
+    )
     assert f"({plan})" in said
     assert (need, short) == (f"{least / 2**30:.1f}", f"{least / 2**30 - 72:.1f}")
     assert sum(sizes) == pytest.approx(float(need), abs=0.4)
@@ -33127,8 +33157,9 @@ def test_generate_compiled_decode_equals_eager(kind):
 @pytest.mark.parametrize("max_len", [40, 64])
 def test_generate_steps_run_ahead_give_the_same_tokens(max_len):
     """Steps launched before the last tokens were read == one at a time, up to the cache's end and
-    for the next prompts too, with penalties; one step more is run, or none where no slot is left."""
-    model, params = random_model(tiny(), std=0.05), P.SamplingParams(0.9, presence_penalty=0.5, seed=3)
+    for the next prompts too, with penalties; one more step is run, or none if no slot is left."""
+    model = random_model(tiny(), std=0.05)
+    params = P.SamplingParams(0.9, presence_penalty=0.5, seed=3)
     plain, ahead = (G.Decoder(model, max_len, params, batch=2) for _ in range(2))
     counts = []
     ahead.ahead = G.RunAhead(lambda: (counts.append(1), ahead._step()), ahead.token)
