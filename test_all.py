@@ -16686,6 +16686,24 @@ def resource_mb() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
 
 
+def test_server_counts_a_waiting_request_once():
+    """Also while its submission is under way: the engine has it, the loop does not know yet."""
+
+    async def submit(engine: ASYNC.AsyncEngine) -> int:
+        request, seen = V.Request("", 0, [1, 2], P.SamplingParams(max_new_tokens=3)), []
+        submission = asyncio.create_task(engine.submit([request]))
+        await asyncio.sleep(0)  # the thread is told to add it
+        engine.call_between_steps(lambda: seen.append(engine.n_waiting))
+        while not seen:  # and the loop does nothing else
+            time.sleep(0.001)
+        engine.close_stream(await submission)
+        return seen[0]
+
+    with http_tiny() as (server, _):
+        done = asyncio.run_coroutine_threadsafe(submit(server.engine), server.engine.loop)
+        assert done.result(30) == 1
+
+
 @pytest.mark.parametrize("n", [60, pytest.param(500, marks=pytest.mark.slow)])
 def test_server_many_streams_at_once(n):
     """All streams of n clients, which the queue just holds, finish with the text that each has
