@@ -98,9 +98,9 @@ class Adapters(ctypes.Structure):
     _fields_ = [("segments", ctypes.POINTER(Segment)), *_fields(ctypes.c_int64, "n targets size")]
 
     @classmethod
-    def of(cls, batch: adapters.Batch | None, first_layer: int) -> Adapters:
-        """The segments of a step, for layers from first_layer on."""
-        segments, tensors, size = [] if batch is None else batch.segments, [], 0
+    def of(cls, batch: adapters.Batch, first_layer: int) -> Adapters:
+        """The segments of a step, at least one, for layers from first_layer on."""
+        segments, tensors, size = batch.segments, [], 0
         structs = (Segment * len(segments))()
         for i, (adapter, first, end, scale) in enumerate(segments):
             blocks = torch.tensor(adapter.blocks, dtype=torch.int32)
@@ -109,10 +109,13 @@ class Adapters(ctypes.Structure):
             structs[i] = Segment(first, end, adapter.rank, size, *pointers, scale)
             tensors.append((blocks, offsets))
             size += (end - first) * adapter.rank
-        targets = segments[0].adapter.offsets.shape[1] if segments else 0
+        targets = segments[0].adapter.offsets.shape[1]
         made = cls(structs, len(segments), targets, size)
         made.tensors = tensors
         return made
+
+
+NO_ADAPTERS = Adapters(None, 0, 0, 0)
 
 
 class Group(ctypes.Structure):
@@ -201,20 +204,19 @@ class FusedLayers:
         return self.batch.order if self.batch is not None and self.batch.segments else None
 
     def _decode(self, x: Tensor, rope: tuple[Tensor, Tensor], positions: Tensor) -> Tensor:
-        B, T, C = x.shape
-        hidden, positions = x.float().view(-1, C), positions.long().expand(B, T).flatten()
-        cos, sin = (t.expand(B, T, 1, -1).reshape(B * T, -1) for t in rope)
-        tensors, order = (hidden, cos, sin, positions), self._order()
+        (B, T, C), order, segments = x.shape, self._order(), NO_ADAPTERS
+        hidden, positions = x.float().contiguous(), positions.long().expand(B, T).contiguous()
+        cos, sin = (t.expand(B, T, 1, -1).contiguous() for t in rope)
+        tensors = [hidden, cos, sin, positions]
         if order is not None:
-            tensors = [t[order] for t in tensors]
-        tensors = [t.contiguous() for t in tensors]
+            segments = Adapters.of(self.batch, self.layers[0].attention.spec.index)
+            tensors = [t.view(B * T, -1)[order] for t in tensors]
         self.model.rope_dim = 2 * cos.shape[-1]
-        segments = Adapters.of(self.batch, self.layers[0].attention.spec.index)
         pointers = [*(t.data_ptr() for t in tensors), ctypes.byref(segments)]
         cpu.load_kernels().decode(ctypes.byref(self.model), *pointers, B * T)
-        if order is None:
-            return tensors[0].view(B, T, C).type_as(x)
-        return hidden.index_copy_(0, order, tensors[0]).view(B, T, C).type_as(x)
+        if order is not None:
+            hidden.view(B * T, C)[order] = tensors[0]
+        return hidden.type_as(x)
 
     def _layer(self, layer: nn.Module) -> Layer:
         """The struct of a layer, without its keys and values."""
