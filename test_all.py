@@ -33616,9 +33616,28 @@ def test_generate_gpu_report_lists_commands_that_parse(monkeypatch, capsys):
     assert REPORT.main(["--gpu-report"]) == 0
     assert capsys.readouterr().out.count("\n  python ") == len(REPORT.entries(0))
     assert REPORT.main(["--gpu-report", "serving"]) == 0
-    assert "--bench-serving" in capsys.readouterr().out.splitlines()[1]
+    out = capsys.readouterr().out
+    assert "--bench-serving" in out and "train.py" not in out
     with pytest.raises(SystemExit):
         REPORT.main([])
+
+
+def test_generate_gpu_report_measures_alone(tmp_path, monkeypatch):
+    """Checks run beside each other: each waits here for the other. What is measured runs alone."""
+    code = """import pathlib, sys, time
+log, deadline = pathlib.Path(sys.argv[1]), time.time() + 60
+log.open("a").write("+")
+while log.read_text().count("+") < 2 and time.time() < deadline: time.sleep(0.01)
+log.open("a").write("-")"""
+    log = tmp_path / "log"
+    command = f"-c {shlex.quote(code)} {log}"
+    entries = [REPORT.Entry(str(i), command, is_check=i < 2) for i in range(3)]
+    monkeypatch.setattr(REPORT, "entries", lambda n: entries)
+    monkeypatch.setattr(REPORT, "machine", dict)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.chdir(tmp_path)
+    assert REPORT.report([]) == 0
+    assert log.read_text() == "++--+-"
 
 
 def test_generate_gpu_report_keeps_what_worked(tmp_path, monkeypatch, capsys):

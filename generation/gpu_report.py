@@ -4,6 +4,8 @@
     python -m generation.bench --gpu-report attention    the entries whose title contains a word
 
 Each entry runs in a process of its own, with a time limit, so that a crash ends only that entry.
+First come the files' own checks, four at a time because their kernels compile on the CPU: the times
+that they print are no benchmarks. The tables and programs follow, one at a time.
 Writes BENCHMARKS-GPU.md (device, driver, versions, tables) and BENCHMARKS-GPU.json (the same) to
 the current folder. Without a GPU it prints what it would run.
 
@@ -19,6 +21,7 @@ if __name__ == "__main__" and not __package__:
 
 import argparse
 import contextlib
+import itertools
 import json
 import platform
 import shlex
@@ -27,6 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -39,6 +43,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 ROOT = Path(__file__).resolve().parents[1]
 GRACE = 60  # seconds from SIGTERM to SIGKILL
+CHECKS_AT_A_TIME = 4
 Row = dict[str, Any]
 
 # --------------------------------------------------------------------------------------------------
@@ -219,11 +224,12 @@ class Entry:
     command: str  # after `python`
     target: str = ""
     timeout: float = 300
+    is_check: bool = False  # may run beside others
     seconds: float = 0.0
     exit_code: int | None = None  # None: not run, or over its time limit
     output: str = ""
 
-    def run(self) -> None:
+    def run(self) -> Entry:
         start = time.perf_counter()
         argv = [sys.executable, *shlex.split(self.command)]
         with tempfile.TemporaryFile("w+", errors="replace") as out:
@@ -239,6 +245,7 @@ class Entry:
             out.seek(0)
             self.output = out.read()[-20_000:]
         self.seconds = time.perf_counter() - start
+        return self
 
     def status(self) -> str:
         if self.exit_code is None:
@@ -247,18 +254,21 @@ class Entry:
 
 
 def entries(n_gpus: int) -> list[Entry]:
-    """All entries, the cheapest and most basic first."""
+    """All entries: the checks, then what is measured, the cheapest and most basic first."""
     table = lambda name, target="": Entry(
         f"{name} table", f"-m generation.bench --table {name}", target
     )
-    check = lambda path: Entry(f"{path}: check", path)
+    files = "attention.py paged_kv.py moe.py quantize.py speculative.py quantization/gemm.py "
+    files += "quantization/sparse.py training/chunked_loss.py training/optimizers.py "
+    files += "training/lora.py training/offload.py training/recompute.py generation/sampling.py "
+    files += "generation/kv_select.py serving/adapters.py serving/kv_store.py serving/vattention.py"
     llama = "generate.py --dummy llama3.1-8b --prompt-tokens 128 --bench 2"
     train = "train.py --model llama3.2-1b --steps 8 --batch-size 4 --micro-batch-size 4 "
     train += "--seq-len 4096 --attention flash --out /tmp/sheaf-gpu-report --eval-every 8 "
     train += "--data test_all.py"
-    rows = [table("copy"), *map(check, ("attention.py", "paged_kv.py", "moe.py", "quantize.py"))]
-    rows += map(check, ("quantization/gemm.py", "quantization/sparse.py", "speculative.py"))
+    rows = [Entry(f"{path}: check", path, is_check=True) for path in files.split()]
     rows += [
+        table("copy"),
         table("attention", "D 128, T 8192: forward 450 full and 400 causal; backward 350 and 300"),
         table("decode", "80% of the copy, 65% at B 1"),
         table("linear", "int8 80%, int4 60% of the copy at 1 row; FP8 rowwise 1100 TFLOP/s"),
@@ -273,8 +283,6 @@ def entries(n_gpus: int) -> list[Entry]:
         Entry("training, 1B, compiled", f"{train} --compile", "50% MFU"),
         Entry("training, 1B, FP8", f"{train} --compile --fp8 rowwise", "1.2x bf16"),
     ]  # fmt: skip
-    rows += map(check, ("training/chunked_loss.py", "training/optimizers.py", "training/lora.py"))
-    rows += map(check, ("training/offload.py", "training/recompute.py", "generation/sampling.py"))
     if n_gpus > 1:
         spawn = f"-m torch.distributed.run --standalone --nproc-per-node {n_gpus}"
         rows.append(Entry("tensor parallel", f"{spawn} parallel.py"))
@@ -342,11 +350,13 @@ def report(words: list[str]) -> int:
         print("\n".join(f"  python {e.command}" for e in chosen))
         return 0
     system, done = machine(), []
-    for e in chosen:
-        e.run()
-        done.append(e)
-        write_report(system, done)
-        print(f"{e.title:40} {e.status()}", flush=True)
+    with ThreadPoolExecutor(CHECKS_AT_A_TIME) as pool:
+        checks = pool.map(Entry.run, [e for e in chosen if e.is_check])
+        measured = (e.run() for e in chosen if not e.is_check)
+        for e in itertools.chain(checks, measured):
+            done.append(e)
+            write_report(system, done)
+            print(f"{e.title:40} {e.status()}", flush=True)
     print("Wrote BENCHMARKS-GPU.md and BENCHMARKS-GPU.json; please send them in an issue.")
     return sum(e.exit_code != 0 for e in done)
 
