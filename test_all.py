@@ -33622,22 +33622,34 @@ def test_generate_gpu_report_lists_commands_that_parse(monkeypatch, capsys):
         REPORT.main([])
 
 
+def fake_nvidia_smi(folder: Path, monkeypatch) -> None:
+    """Two samples of two GPUs, in MiB."""
+    path = folder / "nvidia-smi"
+    path.write_text(f"#!/bin/sh\nprintf '7\\n5\\n8\\n91\\n'\n: > '{folder}/sampled'\nexec sleep 60\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+
+
 def test_generate_gpu_report_measures_alone(tmp_path, monkeypatch):
-    """Checks run beside each other: each waits here for the other. What is measured runs alone."""
+    """Checks run beside each other: each waits here for the other. What is measured runs alone, and
+    its peak memory is sampled; it waits for that."""
     code = """import pathlib, sys, time
 log, deadline = pathlib.Path(sys.argv[1]), time.time() + 60
 log.open("a").write("+")
-while log.read_text().count("+") < 2 and time.time() < deadline: time.sleep(0.01)
+ready = lambda n: n == 2 or n == 3 and (log.parent / "sampled").exists()
+while not ready(log.read_text().count("+")) and time.time() < deadline: time.sleep(0.01)
 log.open("a").write("-")"""
     log = tmp_path / "log"
     command = f"-c {shlex.quote(code)} {log}"
     entries = [REPORT.Entry(str(i), command, is_check=i < 2) for i in range(3)]
+    fake_nvidia_smi(tmp_path, monkeypatch)
     monkeypatch.setattr(REPORT, "entries", lambda n: entries)
     monkeypatch.setattr(REPORT, "machine", dict)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.chdir(tmp_path)
     assert REPORT.report([]) == 0
     assert log.read_text() == "++--+-"
+    assert [e.peak_memory_mib for e in entries] == [None, None, 91]
 
 
 def test_generate_gpu_report_keeps_what_worked(tmp_path, monkeypatch, capsys):
@@ -33652,6 +33664,7 @@ def test_generate_gpu_report_keeps_what_worked(tmp_path, monkeypatch, capsys):
         REPORT.Entry("slow", code(f"{slow}time.sleep(60)"), timeout=3),
     ]
     monkeypatch.setattr(REPORT, "entries", lambda n: entries)
+    fake_nvidia_smi(tmp_path, monkeypatch)
     monkeypatch.setattr(REPORT, "machine", lambda: {"device": "fake"})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.chdir(tmp_path)

@@ -216,6 +216,23 @@ TABLES = {
 # --------------------------------------------------------------------------------------------------
 
 
+class MemoryMonitor:
+    """The largest memory in use on any GPU from the constructor to stop(), by nvidia-smi."""
+
+    def __init__(self) -> None:
+        query = "--query-gpu=memory.used --format=csv,noheader,nounits --loop-ms=100"
+        self.samples = tempfile.TemporaryFile("w+")
+        self.process = subprocess.Popen(["nvidia-smi", *query.split()], stdout=self.samples)
+
+    def stop(self) -> int:
+        """In MiB."""
+        self.process.terminate()
+        self.process.wait()
+        with self.samples as f:
+            f.seek(0)
+            return max(map(int, f.read().split()), default=0)
+
+
 @dataclass
 class Entry:
     """One command of the report, and its result."""
@@ -228,10 +245,12 @@ class Entry:
     seconds: float = 0.0
     exit_code: int | None = None  # None: not run, or over its time limit
     output: str = ""
+    peak_memory_mib: int | None = None  # in use on a GPU, with what allocators keep
 
     def run(self) -> Entry:
         start = time.perf_counter()
         argv = [sys.executable, *shlex.split(self.command)]
+        memory = None if self.is_check else MemoryMonitor()
         with tempfile.TemporaryFile("w+", errors="replace") as out:
             process = subprocess.Popen(argv, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT)
             try:
@@ -245,12 +264,16 @@ class Entry:
             out.seek(0)
             self.output = out.read()[-20_000:]
         self.seconds = time.perf_counter() - start
+        self.peak_memory_mib = memory and memory.stop()
         return self
 
     def status(self) -> str:
         if self.exit_code is None:
             return f"over its limit of {self.timeout:.0f} s"
-        return f"{self.seconds:.0f} s" if self.exit_code == 0 else f"FAILED ({self.exit_code})"
+        if self.exit_code != 0:
+            return f"FAILED ({self.exit_code})"
+        memory = f", peak memory {self.peak_memory_mib} MiB" if self.peak_memory_mib else ""
+        return f"{self.seconds:.0f} s{memory}"
 
 
 def entries(n_gpus: int) -> list[Entry]:
