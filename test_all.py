@@ -1261,9 +1261,9 @@ def test_model_mtp_with_a_cache_equals_without():
 def test_model_routing_is_fp32_under_autocast():
     """Under autocast the router selects and weights experts as in fp32."""
     moe, x = random_model(latent()).layers[1].mlp, torch.randn(200, 64, generator=seeded())
-    weights, ids = moe.route(x)
+    weights, ids = moe.select_experts(moe.router_logits(x))
     with torch.autocast("cpu", torch.bfloat16):
-        again, same = moe.route(x)
+        again, same = moe.select_experts(moe.router_logits(x))
     assert again.dtype == torch.float32 and torch.equal(weights, again) and torch.equal(ids, same)
 
 
@@ -1666,6 +1666,8 @@ def test_family_sheaf_saves_every_field(tmp_path):
     assert HF.load_checkpoint(tmp_path).config == changed
     hf = changed.to_hf()
     wrong = [("dim", "48"), ("alibi", 1), ("rotary_dim", 2.0), ("vocab_size", None)]
+    wrong += [("dim", 10**30), ("norm_eps", math.nan), ("rotary_dim", 0), ("rope_scaling", 3)]
+    wrong += [("rope_scaling", scaling | {"factor": "x"}), ("rope_scaling", scaling | {"x": 1})]
     wrong += [("sparse_layers", [1.0]), ("windows", [None, True, 8]), ("moe_layers", 1)]
     for field, value in wrong:
         with pytest.raises(ValueError, match=field):
@@ -1839,6 +1841,8 @@ BAD_CONFIGS = {  # key -> (value, the field that the error names, if it is anoth
     "use_mrope": (True, ""),
     "max_position_embeddings": (4096.0, ""),
     "rope_theta": ("10000", ""),
+    "rope_theta ": (10**400, "rope_theta"),
+    "rms_norm_eps": (-1e-5, ""),
     "eos_token_id": ([1, None], ""),
     "eos_token_id ": ("</s>", "eos_token_id"),
     "model_type": (["llama"], ""),
@@ -1865,11 +1869,14 @@ DeepseekV3 scoring_func "softmax"
 DeepseekV3 topk_method "greedy"
 DeepseekV3 num_experts_per_tok 9
 DeepseekV3 n_group 3
+DeepseekV3 n_shared_experts -1
+DeepseekV3 num_nextn_predict_layers -1
 DeepseekV3 qk_rope_head_dim 9
 Mixtral router_jitter_noise 0.1
 Mixtral num_local_experts 0
 Qwen2 layer_types ["sliding_attention","sliding_attention","sliding_attention"]
 Qwen3 layer_types ["chunked_attention","chunked_attention","chunked_attention"]
+Qwen3 layer_types [["full_attention"],["full_attention"],["full_attention"]]
 Qwen3 use_sliding_window "yes"
 Qwen3Moe decoder_sparse_step 0
 Mistral sliding_window 0
