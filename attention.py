@@ -131,6 +131,9 @@ def _check(condition: bool, message: str) -> None:
 
 def _check_block_mask(block_mask: BlockMask, Hq: int, T: int, S: int) -> Tensor:
     """The block mask's tensor, (Hq or 1, query blocks, key blocks)."""
+    _check(
+        isinstance(block_mask, BlockMask), f"block_mask is a {type(block_mask)}, not a BlockMask"
+    )
     n, mask = block_mask.block_size, block_mask.mask
     _check(n > 0, f"block_mask: block_size must be positive, not {n}")
     want = (-(-T // n), -(-S // n))
@@ -154,7 +157,8 @@ def _prepare(
         want = "(N, H, D), packed" if packed else "(B, T, H, D)"
         _check(x.dim() == 4 - packed, f"{name} must be {want}, not of shape {tuple(x.shape)}")
         _check(x.dtype == q.dtype, f"{name} is {x.dtype}, q is {q.dtype}: they must be the same")
-    _check(q.dtype.is_floating_point, f"q must be floating point, not {q.dtype}")
+    ok = q.dtype.is_floating_point and q.element_size() > 1
+    _check(ok, f"q must be of 16, 32 or 64 bit floats, not {q.dtype}")
     cu_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     if packed:
         q, k, v = q[None], k[None], v[None]
@@ -165,7 +169,7 @@ def _prepare(
         _check(block_mask is None, "block_mask cannot be combined with cu_seqlens_q")
     (B, T, Hq, D), (S, Hkv) = q.shape, k.shape[1:3]
     _check(k.shape[0] == B and v.shape[:3] == k.shape[:3], "q, k and v differ in batch, or k and v")
-    _check(k.shape[3] == D, f"k has head dim {k.shape[3]}, q has {D}")
+    _check(k.shape[3] == D > 0, f"k has head dim {k.shape[3]}, q has {D}")
     _check(Hkv > 0 and Hq % Hkv == 0, f"q has {Hq} heads, not a multiple of k's {Hkv}")
     scale = D**-0.5 if scale is None else float(scale)
     _check(scale > 0 and math.isfinite(scale), f"scale must be positive, not {scale}")
@@ -371,6 +375,7 @@ def online_attention(
     q: Tensor, k: Tensor, v: Tensor, *, chunk: int = 256, return_lse: bool = False, **flags: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Step 2: one pass over the keys, `chunk` keys at a time; all queries at once."""
+    _check(chunk > 0, f"chunk must be positive, not {chunk}")
     core = lambda q, k, v, f: _online(q, k, v, f, slice(0, q.shape[1]), chunk)
     return _run_torch(core, *_prepare(q, k, v, **flags), return_lse)
 
@@ -381,6 +386,7 @@ def chunked_attention(
     """Step 3: blocks of queries and of keys; each block of queries is recomputed in the backward
     pass. Memory beyond inputs and outputs, in scores: B * Hq * chunk * chunk in the forward pass,
     B * Hq * chunk * S in the backward pass."""
+    _check(chunk > 0, f"chunk must be positive, not {chunk}")
     core = partial(_chunked, chunk=chunk)
     return _run_torch(core, *_prepare(q, k, v, **flags), return_lse)
 
@@ -1436,7 +1442,7 @@ def _n_splits(q: Tensor, k: Tensor) -> int:
     """Splits for two programs per SM, with at least 256 keys each."""
     (B, T, Hq, _), (S, Hkv) = q.shape, k.shape[1:3]
     programs = B * Hkv * -(-T * Hq // Hkv // 64)
-    wanted = -(-2 * _device_properties(q.device.index)[0] // programs)
+    wanted = -(-2 * _device_properties(q.device.index)[0] // max(1, programs))
     # a power of two: fewer kernels to compile
     return 1 << (max(1, min(wanted, S // 256, 64)).bit_length() - 1)
 
@@ -1585,7 +1591,8 @@ def _fp8_reference(
         for x, s in zip((q, k, v), scales)
     )
     s = _scores(q, k, f, slice(0, q.shape[1]), slice(0, k.shape[1]))
-    p = torch.exp(s - s.amax(-1, keepdim=True).clamp(min=torch.finfo(s.dtype).min))
+    top = F.pad(s, (0, 1), value=-math.inf).amax(-1, keepdim=True)  # padded: there may be no keys
+    p = torch.exp(s - top.clamp(min=torch.finfo(s.dtype).min))
     p8 = (p * 256).to(torch.float8_e4m3fn).float() / 256
     return (_values(p8, v) / p.sum(-1, keepdim=True).clamp(min=1e-30)).transpose(1, 2)
 

@@ -3269,6 +3269,7 @@ def draw_decode(seed: int) -> dict:
 MLA = dict(heads=6, scale=0.2, lengths=[53, 17])  # the values are columns of the keys
 ALIBI = dict(causal=False, alibi=True)
 DECODE_CORNERS = dict(
+    no_queries=dict(sizes=[(0, 53)], n_splits=None),
     alibi_of_both_sides=dict(ALIBI, sizes=[(5, 53)] * 2, lengths=[53, 3], n_splits=3),
     alibi_of_both_sides_full_cache=dict(ALIBI, sizes=[(3, 53)] * 2, n_splits=2),
     mla=dict(MLA, D=48, latent_dim=32, sizes=[(1, 53)] * 2, n_splits=5),
@@ -3512,6 +3513,8 @@ def test_attention_fp8_error():
 
     assert 0.02 < fp8_error(1.0) < 0.065 and 0.02 < fp8_error(1.0, causal=False) < 0.065
     assert fp8_error(8.0) < 0.5 * fp8_error(8.0, hadamard=False)
+    q, k, v = qkv(3, 0, 1)
+    assert not A.flash_attention_fp8(q, k, v).any()  # no keys
     for D in (1, 2, 16, 128):  # orthonormal, with entries of one magnitude
         h = A.hadamard_matrix(D).double().cpu()
         close(h @ h.T, torch.eye(D).double(), 1e-6)
@@ -3767,7 +3770,7 @@ VISIT, OTHER = torch.ones(1, 1, dtype=torch.bool, device=DEVICE), DTYPES[1]
 DENSE_BAD = dict(  # argument -> bad values; the message names it
     v=[normal(2, 9, 1, 16), normal(2, 8, 2, 16), normal(2, 9, 2, 16, dtype=OTHER)],
     k=[normal(2, 9, 2, 24), normal(2, 9, 2, 16, dtype=OTHER)],
-    q=[normal(2, 7, 4, 16).long(), normal(2, 7, 3, 16)],
+    q=[normal(2, 7, 4, 16).long(), normal(2, 7, 3, 16), normal(2, 7, 4, 0)],
     window=[0, -3, 5.0],
     scale=[0.0, -1.0, math.nan],
     softcap=[0.0, -5.0, INF],
@@ -3781,6 +3784,7 @@ DENSE_BAD = dict(  # argument -> bad values; the message names it
         A.BlockMask(VISIT.expand(3, 1, 1), 16),
         A.BlockMask(VISIT.float(), 16),
         A.BlockMask(VISIT, 0),
+        VISIT,
     ],
 )
 PACKED_BAD = dict(
@@ -3813,10 +3817,14 @@ REFUSED |= {
     for what, changes, word in (
         ("another batch", dict(k=normal(1, 9, 2, 16), v=normal(1, 9, 2, 16)), "k"),
         ("integers", {name: DENSE[name].long() for name in "qkv"}, "q"),
+        ("8 bit floats", {name: DENSE[name].to(E4M3) for name in "qkv"}, "q"),
         ("packed without cu_seqlens", {name: PACKED[name] for name in "qkv"}, "q"),
         ("cu_seqlens without packed", dict(cu_seqlens_q=int32(0, 7)), "q"),
     )
 }
+for n in (0, -1):
+    for attend in (A.online_attention, A.chunked_attention):
+        REFUSED[f"attention: {attend.__name__} {n}"] = partial(attend, **DENSE, chunk=n), "chunk"
 REFUSED["attention: packed decode"] = partial(A.decode_attention, **PACKED), "cu_seqlens_q"
 REFUSED["attention: pack nothing"] = partial(A.pack, []), "sequences"
 for n in (0, 24, -8):
@@ -8543,9 +8551,10 @@ for dtype, value in ((torch.float32, math.nan), (torch.bfloat16, INF), (torch.fl
 for n in (0, 41):
     call = partial(O.expert_choice, MOE_LOGITS, n)
     REFUSED[f"moe: expert_choice, capacity {n}"] = call, rf"capacity.*{n}"
-for factor in (0, -1.0):
+for factor in (0, -1.0, INF):
     call = partial(O.expert_capacity, 8, 2, 4, factor)
     REFUSED[f"moe: expert_capacity, factor {factor}"] = call, "factor"
+REFUSED["moe: expert_capacity of 0"] = partial(O.expert_capacity, 8, 2, 0, 1.0), "n_experts"
 MOE_NO_IDS = torch.zeros(2, 1), torch.zeros(2, 1, dtype=torch.long), 4
 REFUSED |= {
     "moe: limit_capacity, capacity": (lambda: O.limit_capacity(*MOE_NO_IDS, 0), "capacity"),
@@ -8975,10 +8984,10 @@ def moe_call(backend="auto", **changes):
 
 
 MOE_SHAPES_REFUSED = {
-    "x": [(16,), (2, 3, 16), (6, 15), (7, 16)],
+    "x": [(16,), (2, 3, 16), (6, 15), (7, 16), (6, 0)],
     "weights": [(6, 1), (6,)],
     "ids": [(5, 2), (6,), (6, 0)],
-    "w_gate_up": [(3, 15, 16), (3, 16, 15), (16, 16)],
+    "w_gate_up": [(3, 15, 16), (3, 16, 15), (16, 16), (0, 16, 16)],
     "w_down": [(3, 15, 8), (3, 16, 7), (4, 16, 8), (16, 8)],
 }
 for name, shapes in MOE_SHAPES_REFUSED.items():
