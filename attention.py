@@ -131,9 +131,8 @@ def _check(condition: bool, message: str) -> None:
 
 def _check_block_mask(block_mask: BlockMask, Hq: int, T: int, S: int) -> Tensor:
     """The block mask's tensor, (Hq or 1, query blocks, key blocks)."""
-    _check(
-        isinstance(block_mask, BlockMask), f"block_mask is a {type(block_mask)}, not a BlockMask"
-    )
+    ok = isinstance(block_mask, BlockMask)
+    _check(ok, f"block_mask must be a BlockMask, not a {type(block_mask).__name__}")
     n, mask = block_mask.block_size, block_mask.mask
     _check(n > 0, f"block_mask: block_size must be positive, not {n}")
     want = (-(-T // n), -(-S // n))
@@ -227,9 +226,9 @@ def _scores(q: Tensor, k: Tensor, f: _Flags, rows: slice, cols: slice) -> Tensor
     if f.slopes is not None:
         distance = i - j if f.causal else (i - j).abs()
         s = s - f.slopes.to(dtype)[:, None, None] * distance
-    unmasked = f.lengths is None and f.block_mask is None
-    unmasked = unmasked and (not f.causal or cols.stop <= rows.start + S - T + 1)
-    if unmasked and (f.window is None or rows.stop + S - T - cols.start <= f.window):
+    all_past = not f.causal or cols.stop <= rows.start + S - T + 1
+    all_near = f.window is None or rows.stop + S - T - cols.start <= f.window
+    if all_past and all_near and f.lengths is None and f.block_mask is None:  # nothing to mask
         return s
     mask = j < ends.view(-1, 1, 1, 1)
     if f.causal:

@@ -189,11 +189,10 @@ class ModelConfig:
     def _check_rope(self) -> None:
         D, rope = self.rope_dim, self.rope_scaling
         name = "head_dim" if self.rotary_dim is None else "rotary_dim"
-        _check(
-            D % 2 == 0 and 0 < D <= self.head_dim,
-            f"{'qk_rope_head_dim' if self.kv_lora_rank else name} must be even (RoPE rotates "
-            f"pairs) and from 2 to {self.head_dim}, not {D}",
-        )
+        name = "qk_rope_head_dim" if self.kv_lora_rank else name
+        ok = D % 2 == 0 and 0 < D <= self.head_dim
+        wanted = f"even (RoPE rotates pairs) and from 2 to {self.head_dim}"
+        _check(ok, f"{name} must be {wanted}, not {D}")
         if rope is None:
             return
         kind = rope.get("rope_type")
