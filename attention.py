@@ -54,6 +54,7 @@ from torch.utils.checkpoint import checkpoint
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # macOS, Windows: every call runs chunked_attention
     triton = None
 
@@ -130,6 +131,8 @@ def _check(condition: bool, message: str) -> None:
 
 def _check_block_mask(block_mask: BlockMask, Hq: int, T: int, S: int) -> Tensor:
     """The block mask's tensor, (Hq or 1, query blocks, key blocks)."""
+    ok = isinstance(block_mask, BlockMask)
+    _check(ok, f"block_mask must be a BlockMask, not a {type(block_mask).__name__}")
     n, mask = block_mask.block_size, block_mask.mask
     _check(n > 0, f"block_mask: block_size must be positive, not {n}")
     want = (-(-T // n), -(-S // n))
@@ -153,7 +156,8 @@ def _prepare(
         want = "(N, H, D), packed" if packed else "(B, T, H, D)"
         _check(x.dim() == 4 - packed, f"{name} must be {want}, not of shape {tuple(x.shape)}")
         _check(x.dtype == q.dtype, f"{name} is {x.dtype}, q is {q.dtype}: they must be the same")
-    _check(q.dtype.is_floating_point, f"q must be floating point, not {q.dtype}")
+    ok = q.dtype.is_floating_point and q.element_size() > 1
+    _check(ok, f"q must be of 16, 32 or 64 bit floats, not {q.dtype}")
     cu_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     if packed:
         q, k, v = q[None], k[None], v[None]
@@ -164,7 +168,7 @@ def _prepare(
         _check(block_mask is None, "block_mask cannot be combined with cu_seqlens_q")
     (B, T, Hq, D), (S, Hkv) = q.shape, k.shape[1:3]
     _check(k.shape[0] == B and v.shape[:3] == k.shape[:3], "q, k and v differ in batch, or k and v")
-    _check(k.shape[3] == D, f"k has head dim {k.shape[3]}, q has {D}")
+    _check(k.shape[3] == D > 0, f"k has head dim {k.shape[3]}, q has {D}")
     _check(Hkv > 0 and Hq % Hkv == 0, f"q has {Hq} heads, not a multiple of k's {Hkv}")
     scale = D**-0.5 if scale is None else float(scale)
     _check(scale > 0 and math.isfinite(scale), f"scale must be positive, not {scale}")
@@ -222,9 +226,9 @@ def _scores(q: Tensor, k: Tensor, f: _Flags, rows: slice, cols: slice) -> Tensor
     if f.slopes is not None:
         distance = i - j if f.causal else (i - j).abs()
         s = s - f.slopes.to(dtype)[:, None, None] * distance
-    unmasked = f.lengths is None and f.block_mask is None
-    unmasked = unmasked and (not f.causal or cols.stop <= rows.start + S - T + 1)
-    if unmasked and (f.window is None or rows.stop + S - T - cols.start <= f.window):
+    all_past = not f.causal or cols.stop <= rows.start + S - T + 1
+    all_near = f.window is None or rows.stop + S - T - cols.start <= f.window
+    if all_past and all_near and f.lengths is None and f.block_mask is None:  # nothing to mask
         return s
     mask = j < ends.view(-1, 1, 1, 1)
     if f.causal:
@@ -370,6 +374,7 @@ def online_attention(
     q: Tensor, k: Tensor, v: Tensor, *, chunk: int = 256, return_lse: bool = False, **flags: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Step 2: one pass over the keys, `chunk` keys at a time; all queries at once."""
+    _check(chunk > 0, f"chunk must be positive, not {chunk}")
     core = lambda q, k, v, f: _online(q, k, v, f, slice(0, q.shape[1]), chunk)
     return _run_torch(core, *_prepare(q, k, v, **flags), return_lse)
 
@@ -380,6 +385,7 @@ def chunked_attention(
     """Step 3: blocks of queries and of keys; each block of queries is recomputed in the backward
     pass. Memory beyond inputs and outputs, in scores: B * Hq * chunk * chunk in the forward pass,
     B * Hq * chunk * S in the backward pass."""
+    _check(chunk > 0, f"chunk must be positive, not {chunk}")
     core = partial(_chunked, chunk=chunk)
     return _run_torch(core, *_prepare(q, k, v, **flags), return_lse)
 
@@ -422,6 +428,8 @@ _ScoreMod = namedtuple(
 _BlockLists = namedtuple("_BlockLists", "list_ptr count_ptr blocks n")
 # l = sum exp(s - fixed_max) of each split, (SPLITS, B, Hq, T) fp32, and the range of l
 _Sums = namedtuple("_Sums", "ptr fixed_max low high")
+# Inputs of the backward kernels, contiguous; lse in base 2, delta (B, Hq, T) fp32
+_Saved = namedtuple("_Saved", "q k v do lse delta")
 # Constants of the backward kernels; GROUP = HQ / HKV, SPARSE = block size of the block mask, or 0
 _Sizes = namedtuple("_Sizes", "HQ HKV GROUP D DV BLOCK_D BLOCK_DV CAUSAL SPARSE")
 
@@ -612,6 +620,7 @@ def _forward_kernel(
     keys of a tile. D = BLOCK_D + BLOCK_R if it is the sum of two powers of two (192, 576).
     fixed_max: o is acc, lse is l = sum exp(s - fixed_max). sums: only rows with l out of range.
     """
+    # ---- this program's queries: rows of one sequence, one head (PACK: the heads of one key head)
     PER_ROW: tl.constexpr = GROUP if PACK else 1
     n_heads = tl.num_programs(1) * PER_ROW
     b = tl.program_id(2).to(tl.int64)
@@ -635,11 +644,12 @@ def _forward_kernel(
         valid &= _out_of_range(sums, at, split, rows, SPLITS)
         if tl.max(valid.to(tl.int32), 0) == 0:
             return
+
+    # ---- inputs of the scores, the tile of q, and where the sequence's keys and values start
     kv_head = tl.program_id(1) // (GROUP // PER_ROW)
     terms = _load_head_terms(mod, b, seq, head[:, None], q_start, k_start, q_len, k_len)
     offset, _, prefix, _, _ = terms
     i = (t + offset)[:, None]
-
     q_ptrs = q_ptr + b * q_strides[0] + (q_start + t).to(tl.int64) * q_strides[1]
     q_ptrs = (q_ptrs + head.to(tl.int64) * q_strides[2])[:, None]
     offs_d = tl.arange(0, BLOCK_D)[None, :]
@@ -654,6 +664,7 @@ def _forward_kernel(
         if v_ptr is not None:
             v_ptr += b * v_strides[0] + k_start * stride_vt + kv_head * v_strides[2]
 
+    # ---- running maximum m, sum l and output acc
     m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
@@ -663,6 +674,8 @@ def _forward_kernel(
     if fixed_max is not None:
         l_i *= tl.exp2(m_i - fixed_max * LOG2E)
         p_sum = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)  # its columns are summed once, at the end
+
+    # ---- the visible key tiles, and the part of them that is this split's
     exp2_scale, list_ptr = _exp2_scale(mod), 0
     i_last = tl.minimum(n_rows, first_row + BLOCK_M) - 1
     first, inner, outer, last = _key_tiles(
@@ -678,6 +691,7 @@ def _forward_kernel(
         last = tl.maximum(first, tl.minimum(last, first + tiles_per_split))
         inner = tl.minimum(tl.maximum(inner, first), last)
         outer = tl.minimum(tl.maximum(outer, inner), last)
+
     for phase in tl.static_range(3):  # window edge, unmasked tiles, diagonal
         if phase == 2 or (not SPARSE and (phase == 1 or mod.window is not None)):
             bounds = (first, inner, outer, last)
@@ -685,6 +699,7 @@ def _forward_kernel(
                 start = _tile_start(n, list_ptr, SPARSE, BLOCK_N)
                 j = start + tl.arange(0, BLOCK_N)[None, :]
                 n_left = k_len - start
+                # ---- scores s = q k^T
                 if TMA:
                     k = k_ptr.load([b.to(tl.int32), k_start + start, kv_head, 0])
                     k = k.reshape([BLOCK_N, BLOCK_D])
@@ -703,14 +718,14 @@ def _forward_kernel(
                     q_scale = _block_scale(scales[0], b * n_heads + tl.program_id(1), T, first_row)
                     s *= q_scale * _block_scale(scales[1], kv_row, S, start)
                 s, tanh = _logits(s, i, j, terms, mod, CAUSAL, phase != 1)
-
+                # ---- probabilities p, up to a factor per row
                 if fixed_max is None:
                     p, alpha, m_i = _softmax_step(s, m_i, exp2_scale, mod, phase != 1)
                     acc *= alpha[:, None]
                 else:
                     p = tl.exp2(s * exp2_scale - fixed_max * LOG2E)
                     p_sum += p
-
+                # ---- acc += p v
                 if v_ptr is None:
                     v = k
                 elif TMA:
@@ -733,6 +748,7 @@ def _forward_kernel(
                 if fixed_max is None:
                     l_i = l_i * alpha + tl.sum(p, 1)
 
+    # ---- o = acc / l and lse (fixed_max: acc and l, for the merge)
     total = tl.where((l_i == 0) | (fixed_max is not None), 1.0, l_i)
     base_row = (split * tl.num_programs(2) + b) * n_heads * T
     o_ptrs = o_ptr + (base_row + (q_start + t).to(tl.int64) * n_heads + head)[:, None] * DV
@@ -828,9 +844,8 @@ def _combine_kernel(
 #
 #     dv = p^T do      d logit = p * (dp - delta)      dq = scale * ds k      dk = scale * ds^T q
 #
-# where ds is d logit times the derivative of softcap. Tensors are contiguous here; x is the tuple
-# (q, k, v, do, lse, delta), with lse (in base 2) and delta (B, Hq, T) fp32. A fully masked row has
-# lse = +inf here, so that p = exp2(-inf) = 0, not NaN.
+# where ds is d logit times the derivative of softcap. x is a _Saved. A fully masked row has lse =
+# +inf here, so that p = exp2(-inf) = 0, not NaN.
 
 
 @jit
@@ -858,14 +873,13 @@ def _load_q_do(
     x, b, head, T, begin, n_left, ROWS: tl.constexpr, Z: tl.constexpr, CHECK: tl.constexpr
 ):
     """q, do, lse and delta of ROWS queries starting at row `begin`, of which `n_left` are valid."""
-    q_ptr, _, _, do_ptr, lse_ptr, delta_ptr = x
     at = (b * T + begin) * Z.HQ + head
-    q = _load(q_ptr + at * Z.D, Z.HQ * Z.D, n_left, ROWS, Z.D, Z.BLOCK_D, CHECK)
-    do = _load(do_ptr + at * Z.DV, Z.HQ * Z.DV, n_left, ROWS, Z.DV, Z.BLOCK_DV, CHECK)
+    q = _load(x.q + at * Z.D, Z.HQ * Z.D, n_left, ROWS, Z.D, Z.BLOCK_D, CHECK)
+    do = _load(x.do + at * Z.DV, Z.HQ * Z.DV, n_left, ROWS, Z.DV, Z.BLOCK_DV, CHECK)
     r, row = tl.arange(0, ROWS), (b * Z.HQ + head) * T + begin
     mask = (r < n_left) | (not CHECK)
-    lse = tl.load(lse_ptr + row + r, mask=mask, other=float("inf"))
-    return q, do, lse, tl.load(delta_ptr + row + r, mask=mask, other=0.0)
+    lse = tl.load(x.lse + row + r, mask=mask, other=float("inf"))
+    return q, do, lse, tl.load(x.delta + row + r, mask=mask, other=0.0)
 
 
 @jit
@@ -873,10 +887,9 @@ def _load_kv(
     x, b, kv_head, S, begin, n_left, ROWS: tl.constexpr, Z: tl.constexpr, CHECK: tl.constexpr
 ):
     """k and v of ROWS keys starting at row `begin`, of which `n_left` are valid."""
-    _, k_ptr, v_ptr, _, _, _ = x
     at = (b * S + begin) * Z.HKV + kv_head
-    k = _load(k_ptr + at * Z.D, Z.HKV * Z.D, n_left, ROWS, Z.D, Z.BLOCK_D, CHECK)
-    return k, _load(v_ptr + at * Z.DV, Z.HKV * Z.DV, n_left, ROWS, Z.DV, Z.BLOCK_DV, CHECK)
+    k = _load(x.k + at * Z.D, Z.HKV * Z.D, n_left, ROWS, Z.D, Z.BLOCK_D, CHECK)
+    return k, _load(x.v + at * Z.DV, Z.HKV * Z.DV, n_left, ROWS, Z.DV, Z.BLOCK_DV, CHECK)
 
 
 @jit
@@ -1127,11 +1140,24 @@ def _is_aligned(x: Tensor) -> bool:
     return x.stride(3) == 1 and all(n % 16 == 0 for n in offsets)
 
 
-def _tensor_descriptor(x: Tensor, rows: int) -> Any:
-    """A TMA descriptor for tiles of `rows` rows."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, 1, x.shape[3]])
+def _forward_tiles(
+    q: Tensor, f: _Flags, kind: str, rows: int, key: int, value: int
+) -> tuple[int, int, int, int, bool]:
+    """CONFIGS' BLOCK_M, BLOCK_N, num_warps, num_stages and use of TMA, reduced to the tile's `rows`
+    and to shared memory. key, value: columns to load per key; value is 0 if it is a part of key."""
+    M, N, warps, stages, tma = _config(kind, max(key, value))
+    size, shared = _shared_bytes(q), _device_properties(q.device.index)[1] - 2048
+    M = min(M if size < 8 else max(16, M // 2), _tile_size(rows), f.max_tile)
+    N = min(N, f.max_tile)
+    per_key = (key + value) * size + (0 if f.bias is None else M * f.bias.element_size())
+    while M * key * size + stages * N * per_key > shared and M * N * stages > 16 * 16:
+        if stages > 2:
+            stages -= 1
+        elif N > 16:
+            N //= 2
+        else:
+            M, stages = max(16, M // 2), 1
+    return M, N, warps, stages, tma
 
 
 def _forward(
@@ -1144,28 +1170,16 @@ def _forward(
     q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
     DV, (BLOCK_D, BLOCK_R) = latent_dim or v.shape[3], _split_dim(D)
     BLOCK_DV = BLOCK_D if v is None else _tile_size(DV)
-    rows = T * Hq // Hkv if pack else T
-    kind = "decode" if pack and (rows < 128 or BLOCK_DV > 256) else "forward"
-    M, N, warps, stages, tma = _config(kind, max(BLOCK_D + BLOCK_R, BLOCK_DV))
-    size = _shared_bytes(q)
-    M = min(M if size < 8 else max(16, M // 2), _tile_size(rows), f.max_tile)
-    N = min(N, f.max_tile)
-    _, shared, major = _device_properties(q.device.index)
-    key, per_key = BLOCK_D + BLOCK_R, 0 if f.bias is None else M * f.bias.element_size()
-    per_key += (key + (0 if v is None else BLOCK_DV)) * size
-    while M * key * size + stages * N * per_key > shared - 2048 and M * N * stages > 16 * 16:
-        if stages > 2:
-            stages -= 1
-        elif N > 16:
-            N //= 2
-        else:
-            M, stages = max(16, M // 2), 1
     o = torch.empty(B, T, Hq, DV, dtype=dtype or q.dtype, device=q.device)
     lse = torch.empty(B, Hq, T, device=q.device)
     if f.cu_q is not None:  # rows past the last sequence
         o, lse = o.zero_(), lse.fill_(-math.inf)
     if o.numel() == 0:
         return o, lse
+    rows = T * Hq // Hkv if pack else T
+    kind = "decode" if pack and (rows < 128 or BLOCK_DV > 256) else "forward"
+    value = 0 if v is None else BLOCK_DV
+    M, N, warps, stages, tma = _forward_tiles(q, f, kind, rows, BLOCK_D + BLOCK_R, value)
     o_parts, lse_parts = o, lse
     if splits > 1:
         o_parts, lse_parts = (lse.new_empty(splits, *x.shape) for x in (o, lse))
@@ -1175,19 +1189,20 @@ def _forward(
         sums = _Sums(torch.empty_like(lse_parts), fixed_max, *SAFE_SUMS.get(q.dtype, WIDE_SUMS))
         passes = [(sums.ptr, fixed_max, None), (lse_parts, None, sums)]
     k_strides, v_strides = k.stride(), (k if v is None else v).stride()
+    major = _device_properties(q.device.index)[2]
     tma = tma and S and major >= 9 and (D, DV) == (BLOCK_D, BLOCK_DV)
     tma = bool(tma and v is not None and not scales and _is_aligned(k) and _is_aligned(v))
     if tma:
-        k, v = _tensor_descriptor(k, N), _tensor_descriptor(v, N)
+        k, v = (TensorDescriptor.from_tensor(x, [1, N, 1, x.shape[3]]) for x in (k, v))
     for lse_or_l, *fixed in passes:
         _forward_kernel[_n_tiles(rows, f.cu_q, M) * splits, Hkv if pack else Hq, B](
             q, k, v, o_parts, lse_or_l, _score_mod(f, q, S), _block_lists(f), scales, f.sinks,
             f.lengths, f.cu_q, f.cu_k, *fixed, q.stride(), k_strides, v_strides, T, S,
-            f.n_sequences, D=D, DV=DV, GROUP=Hq // Hkv, PACK=pack, SPLITS=splits,
-            CAUSAL=f.causal, SPARSE=f.block_size,
-            TMA=tma, ROUND_P=not INTERPRET, BLOCK_M=M, BLOCK_N=N, BLOCK_D=BLOCK_D, BLOCK_R=BLOCK_R,
-            BLOCK_DV=BLOCK_DV, SPECIALIZE=WARP_SPECIALIZE and tma and major >= 10,
-            num_warps=8 if scales else warps, num_stages=stages,
+            f.n_sequences, D=D, DV=DV, GROUP=Hq // Hkv, PACK=pack, SPLITS=splits, CAUSAL=f.causal,
+            SPARSE=f.block_size, TMA=tma, ROUND_P=not INTERPRET, BLOCK_M=M, BLOCK_N=N,
+            BLOCK_D=BLOCK_D, BLOCK_R=BLOCK_R, BLOCK_DV=BLOCK_DV,
+            SPECIALIZE=WARP_SPECIALIZE and tma and major >= 10, num_warps=8 if scales else warps,
+            num_stages=stages,
         )  # fmt: skip
     if splits > 1:
         _combine_kernel[T, Hq, B](
@@ -1197,6 +1212,25 @@ def _forward(
     return o, lse
 
 
+def _backward_tiles(q: Tensor, f: _Flags, key: int, value: int) -> tuple[int, ...]:
+    """CONFIGS' tiles, num_warps and num_stages, reduced to shared memory. key, value: columns of
+    the tiles."""
+    *tiles, warps, stages = _config("backward", max(key, value))
+    divisor = 1 if f.bias is None else 2  # leaves shared memory for the tiles of the bias
+    M1, N1, M2, N2 = (max(16, min(n // divisor, f.max_tile)) for n in tiles)
+    _, shared, major = _device_properties(q.device.index)
+    if major >= 10 and max(key, value) > 128:  # tensor memory has 512 columns
+        N1, M2 = min(N1, 32), min(M2, 32)
+    width = (key + value) * _shared_bytes(q)
+    fits = lambda: max(N1 + stages * M1, M2 + stages * N2) * width < shared - 4096
+    while not fits() and max(N1, M2) > 16:
+        if stages > 1:
+            stages -= 1
+        else:
+            M1, N1, M2, N2 = (max(16, n // 2) for n in (M1, N1, M2, N2))
+    return M1, N1, M2, N2, warps, stages
+
+
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor, f: _Flags,
     bias_grad: bool,
@@ -1204,33 +1238,21 @@ def _backward(
     """Launch the backward kernels: dq, dk, dv, dbias and dsinks (empty if not needed)."""
     q, k, v, do, dlse = (x.contiguous() for x in (q, k, v, do, dlse))
     (B, T, Hq, D), (S, Hkv), DV = q.shape, k.shape[1:3], v.shape[3]
+    BLOCK_D, BLOCK_DV = _tile_size(D), _tile_size(DV)
     empty = torch.empty_like if f.cu_q is None and S and T else torch.zeros_like
     dq, dk, dv, delta, lse2 = empty(q), empty(k), empty(v), empty(lse), empty(lse)
     dbias, dsinks = q.new_empty(0), q.new_empty(0)
     if bias_grad:
         dbias = torch.zeros(*f.bias.shape[:2], T, S, device=q.device)
     if T:
-        BLOCK_D, BLOCK_DV = _tile_size(D), _tile_size(DV)
         _delta_kernel[-(-T // 64), Hq, B](
             o, lse, do, dlse, delta, lse2, T, DV=DV, ROWS=64, BLOCK_DV=BLOCK_DV
         )
     if T and S:
-        *tiles, warps, stages = _config("backward", max(BLOCK_D, BLOCK_DV))
-        divisor = 1 if f.bias is None else 2  # leaves shared memory for the tiles of the bias
-        M1, N1, M2, N2 = (max(16, min(n // divisor, f.max_tile)) for n in tiles)
-        _, shared, major = _device_properties(q.device.index)
-        if major >= 10 and max(BLOCK_D, BLOCK_DV) > 128:  # tensor memory has 512 columns
-            N1, M2 = min(N1, 32), min(M2, 32)
-        width = (BLOCK_D + BLOCK_DV) * _shared_bytes(q)
-        fits = lambda: max(N1 + stages * M1, M2 + stages * N2) * width < shared - 4096
-        while not fits() and max(N1, M2) > 16:
-            if stages > 1:
-                stages -= 1
-            else:
-                M1, N1, M2, N2 = (max(16, n // 2) for n in (M1, N1, M2, N2))
+        M1, N1, M2, N2, warps, stages = _backward_tiles(q, f, BLOCK_D, BLOCK_DV)
         Z = _Sizes(Hq, Hkv, Hq // Hkv, D, DV, BLOCK_D, BLOCK_DV, f.causal, f.block_size)
-        x, mod, kwargs = (q, k, v, do, lse2, delta), _score_mod(f, q, S), dict(Z=Z, num_warps=warps)
-        axes = f.cu_q, f.cu_k, T, S, f.n_sequences
+        x, mod = _Saved(q, k, v, do, lse2, delta), _score_mod(f, q, S)
+        axes, kwargs = (f.cu_q, f.cu_k, T, S, f.n_sequences), dict(Z=Z, num_warps=warps)
         n_k, n_q = _n_tiles(S, f.cu_k, N1), _n_tiles(T, f.cu_q, M2)
         _backward_kernel[n_k + Hq // Hkv * n_q, Hkv, B](
             x, dq, dk, dv, mod, _block_lists(f), _block_lists(f, True), *axes, n_k, n_q,
@@ -1353,11 +1375,10 @@ def flash_attention(
     """Exact attention: o (B, T, Hq, Dv), or (o, lse) with return_lse, lse (B, Hq, T).
 
     q (B, T, Hq, D), k (B, S, Hkv, D), v (B, S, Hkv, Dv) of one dtype; query head h uses key head
-    h // (Hq / Hkv). scale: D ** -0.5 if None. window: keys with i - j < window. softcap:
-    softcap * tanh(. / softcap). alibi_slopes (Hq,): - slope * (i - j), or - slope * |i - j| if not
-    causal. sinks: (Hq,). bias: broadcasts to (B, Hq, T, S). prefix (B,) int32: the first prefix[b]
-    keys are visible to all queries. Gradients for q, k, v, sinks and bias, also through lse;
-    deterministic.
+    h // (Hq / Hkv). The flags are those of the head of this file. scale: D ** -0.5 if None.
+    alibi_slopes, sinks: (Hq,). bias: broadcasts to (B, Hq, T, S). prefix (B,) int32: the first
+    prefix[b] keys are visible to all queries. Gradients for q, k, v, sinks and bias, also through
+    lse; deterministic.
 
     Packed sequences: q (N, Hq, D), k (M, Hkv, D), cu_seqlens int32 on the same device, cu_seqlens_k
     defaulting to cu_seqlens_q; lse (Hq, N), bias over (Hq, N, M), one prefix per sequence. No
@@ -1420,7 +1441,7 @@ def _n_splits(q: Tensor, k: Tensor) -> int:
     """Splits for two programs per SM, with at least 256 keys each."""
     (B, T, Hq, _), (S, Hkv) = q.shape, k.shape[1:3]
     programs = B * Hkv * -(-T * Hq // Hkv // 64)
-    wanted = -(-2 * _device_properties(q.device.index)[0] // programs)
+    wanted = -(-2 * _device_properties(q.device.index)[0] // max(1, programs))
     # a power of two: fewer kernels to compile
     return 1 << (max(1, min(wanted, S // 256, 64)).bit_length() - 1)
 
@@ -1489,10 +1510,8 @@ def as_attend(
 
 def hadamard_matrix(n: int) -> Tensor:
     """(n, n) orthonormal, entries +-n ** -0.5 (Sylvester); n a power of two."""
-    _check(
-        n > 0 and n & (n - 1) == 0,
-        f"a Hadamard matrix requires a power of two, not {n}: pass hadamard=False",
-    )
+    ok = n > 0 and n & (n - 1) == 0
+    _check(ok, f"a Hadamard matrix requires a power of two, not {n}: pass hadamard=False")
     h = torch.ones(1, 1)
     while len(h) < n:
         h = torch.cat((torch.cat((h, h), 1), torch.cat((h, -h), 1)))
@@ -1571,7 +1590,8 @@ def _fp8_reference(
         for x, s in zip((q, k, v), scales)
     )
     s = _scores(q, k, f, slice(0, q.shape[1]), slice(0, k.shape[1]))
-    p = torch.exp(s - s.amax(-1, keepdim=True).clamp(min=torch.finfo(s.dtype).min))
+    top = F.pad(s, (0, 1), value=-math.inf).amax(-1, keepdim=True)  # padded: there may be no keys
+    p = torch.exp(s - top.clamp(min=torch.finfo(s.dtype).min))
     p8 = (p * 256).to(torch.float8_e4m3fn).float() / 256
     return (_values(p8, v) / p.sum(-1, keepdim=True).clamp(min=1e-30)).transpose(1, 2)
 

@@ -59,7 +59,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import partial
 from types import MethodType
@@ -70,6 +70,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 log = logging.getLogger(__name__)
+
+
+def _check(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
 
 # --------------------------------------------------------------------------------------------------
 # Configuration
@@ -137,112 +143,102 @@ class ModelConfig:
     n_mtp_layers: int = 0
 
     def __post_init__(self):
-        if self.family not in FAMILIES:
-            raise ValueError(f"family is {self.family!r}; known: {', '.join(FAMILIES)}")
-        positive = "vocab_size dim n_layers n_heads n_kv_heads head_dim ffn_dim max_seq_len"
-        for name in (*positive.split(), "rope_theta", *self._also_positive()):
-            if not getattr(self, name) > 0:
-                value = getattr(self, name)
-                raise ValueError(f"{self._hf_name(name)} must be positive, not {value}")
-        if self.kv_lora_rank and self.n_kv_heads != self.n_heads:
-            raise ValueError(
-                f"{self._hf_name('n_kv_heads')} ({self.n_kv_heads}) must be "
-                f"{self._hf_name('n_heads')} ({self.n_heads}): MLA has no query groups"
-            )
-        names = ("alibi", "qk_norm", "qk_cosine", "rotary_dim", "qk_conv")
-        for name in names if self.kv_lora_rank else ():
-            if getattr(self, name) not in (False, None):
-                raise ValueError(f"kv_lora_rank cannot be combined with {name}")
-        if self.qk_cosine and self.qk_norm:
-            raise ValueError("qk_cosine cannot be combined with qk_norm: both normalize q and k")
-        if self.n_heads % self.n_kv_heads:
-            raise ValueError(
-                f"{self._hf_name('n_kv_heads')} ({self.n_kv_heads}) must divide "
-                f"{self._hf_name('n_heads')} ({self.n_heads})"
-            )
-        if self.rope_dim % 2 or not 0 < self.rope_dim <= self.head_dim:
-            parts = {self.qk_rope_head_dim: "qk_rope_head_dim", self.head_dim: "head_dim"}
-            what = parts.get(self.rope_dim, "the rotated part of head_dim")
-            raise ValueError(
-                f"{what} must be even (RoPE rotates pairs) and from 2 to {self.head_dim}, "
-                f"not {self.rope_dim}"
-            )
-        if self.windows and (
-            len(self.windows) != self.n_layers or any(w is not None and w < 1 for w in self.windows)
-        ):
-            raise ValueError("sliding windows must have one entry per layer, 1 or more, or null")
-        if self.qk_conv < 0 or self.qk_conv == 1:
-            raise ValueError(f"qk_conv must be 0, or a width of 2 or more, not {self.qk_conv}")
+        _check(self.family in FAMILIES, f"family is {self.family!r}; known: {', '.join(FAMILIES)}")
+        for name in self._positive_fields():
+            value = getattr(self, name)
+            _check(value > 0, f"{self._hf_name(name)} must be positive, not {value}")
+        for name in ("norm_eps", "n_shared_experts", "n_mtp_layers"):
+            value = getattr(self, name)
+            _check(value >= 0, f"{self._hf_name(name)} must not be negative, not {value}")
         for name in ("moe_layers", "sparse_layers", "cross_attention_layers"):
-            if not all(0 <= i < self.n_layers for i in getattr(self, name)):
-                raise ValueError(f"{name} must be from 0 to {self.n_layers - 1}")
-        blocks = self.sparse_blocks
-        if len(blocks) != 4 or min(blocks[:2]) < 1 or min(blocks[2:]) < 0:
-            raise ValueError(f"sparse_blocks must be at least (1, 1, 0, 0), not {blocks}")
+            ok = all(0 <= i < self.n_layers for i in getattr(self, name))
+            _check(ok, f"{name} must be from 0 to {self.n_layers - 1}")
+        self._check_attention()
         self._check_rope()
         self._check_experts()
 
+    def _positive_fields(self) -> list[str]:
+        names = "vocab_size dim n_layers n_heads n_kv_heads head_dim ffn_dim max_seq_len rope_theta"
+        if self.kv_lora_rank:
+            names += " kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"
+            names += "" if self.q_lora_rank is None else " q_lora_rank"
+        if self.moe_layers:
+            names += " n_experts n_experts_per_token expert_ffn_dim"
+        return names.split()
+
+    def _check_attention(self) -> None:
+        kv_heads = f"{self._hf_name('n_kv_heads')} ({self.n_kv_heads})"
+        heads = f"{self._hf_name('n_heads')} ({self.n_heads})"
+        if self.kv_lora_rank:
+            ok = self.n_kv_heads == self.n_heads
+            _check(ok, f"{kv_heads} must be {heads}: MLA has no query groups")
+            for name in ("alibi", "qk_norm", "qk_cosine", "rotary_dim", "qk_conv"):
+                ok = getattr(self, name) in (False, None)
+                _check(ok, f"kv_lora_rank cannot be combined with {name}")
+        _check(self.n_heads % self.n_kv_heads == 0, f"{kv_heads} must divide {heads}")
+        ok = not (self.qk_cosine and self.qk_norm)
+        _check(ok, "qk_cosine cannot be combined with qk_norm: both normalize q and k")
+        windows, blocks = self.windows, self.sparse_blocks
+        ok = len(windows) in (0, self.n_layers) and all(w is None or w >= 1 for w in windows)
+        _check(ok, "sliding windows must have one entry per layer, 1 or more, or null")
+        ok = self.qk_conv == 0 or self.qk_conv >= 2
+        _check(ok, f"qk_conv must be 0, or a width of 2 or more, not {self.qk_conv}")
+        ok = len(blocks) == 4 and min(blocks[:2]) >= 1 and min(blocks[2:]) >= 0
+        _check(ok, f"sparse_blocks must be at least (1, 1, 0, 0), not {blocks}")
+
     def _check_rope(self) -> None:
-        rope, D = self.rope_scaling, self.rope_dim
+        D, rope = self.rope_dim, self.rope_scaling
+        name = "head_dim" if self.rotary_dim is None else "rotary_dim"
+        name = "qk_rope_head_dim" if self.kv_lora_rank else name
+        ok = D % 2 == 0 and 0 < D <= self.head_dim
+        wanted = f"even (RoPE rotates pairs) and from 2 to {self.head_dim}"
+        _check(ok, f"{name} must be {wanted}, not {D}")
         if rope is None:
             return
         kind = rope.get("rope_type")
-        if kind not in ROPE_TYPES or set(ROPE_TYPES[kind][0]) - set(rope):
-            raise ValueError(f"rope_scaling is {dict(rope)}; known: a rope_type and its fields")
-        if kind == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
-            raise ValueError("low_freq_factor must be less than high_freq_factor")
-        if (kind == "dynamic" and D < 4) or (kind == "yarn" and self.rope_theta <= 1):
-            raise ValueError(f"rope_type {kind!r} needs rope_theta > 1 and 4 or more rotated dims")
-
-    def _also_positive(self) -> Iterator[str]:
-        if self.kv_lora_rank:
-            yield from ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-            yield from ("q_lora_rank",) if self.q_lora_rank is not None else ()
-        if self.moe_layers:
-            yield from ("n_experts", "n_experts_per_token", "expert_ffn_dim")
+        required, _ = ROPE_TYPES.get(kind, (None, None))
+        ok = bool(required) and set(required) <= set(rope)
+        _check(ok, f"rope_scaling is {dict(rope)}; known: a rope_type and its fields")
+        ok = kind != "llama3" or rope["low_freq_factor"] < rope["high_freq_factor"]
+        _check(ok, "low_freq_factor must be less than high_freq_factor")
+        ok = (kind != "dynamic" or D >= 4) and (kind != "yarn" or self.rope_theta > 1)
+        _check(ok, f"rope_type {kind!r} needs rope_theta > 1 and 4 or more rotated dims")
 
     def _check_experts(self) -> None:
-        counts = self.layer_experts
-        if counts and (
-            len(counts) != len(self.moe_layers)
-            or not all(type(n) is int and n > 0 for n in counts)
-            or max(counts) != self.n_experts
-        ):
-            raise ValueError(
-                f"layer_experts must be one positive number for each of the {len(self.moe_layers)} "
-                f"moe_layers, and n_experts ({self.n_experts}) the largest, not {counts}"
-            )
-        if not self.moe_layers:
-            return
-        if self.scoring not in ("softmax", "sigmoid"):
-            raise ValueError(f"scoring is {self.scoring!r}; known: 'softmax', 'sigmoid'")
-        for E in counts or (self.n_experts,):
-            self._check_routing(E)
+        counts, n_layers = self.layer_experts, len(self.moe_layers)
+        _check(
+            not counts
+            or len(counts) == n_layers
+            and all(type(n) is int and n > 0 for n in counts)
+            and max(counts) == self.n_experts,
+            f"layer_experts must be one positive number for each of the {n_layers} moe_layers, and "
+            f"n_experts ({self.n_experts}) the largest, not {counts}",
+        )
+        if self.moe_layers:
+            ok = self.scoring in ("softmax", "sigmoid")
+            _check(ok, f"scoring is {self.scoring!r}; known: 'softmax', 'sigmoid'")
+            for E in counts or (self.n_experts,):
+                self._check_routing(E)
 
     def _check_routing(self, E: int) -> None:
         """Whether K of E experts can be selected within the best groups."""
-        K, G = self.n_experts_per_token, self.n_groups
-        if G < 1 or E % G or not 1 <= self.topk_groups <= G:
-            raise ValueError(
-                f"{self._hf_name('n_groups')} ({G}) must divide {self._hf_name('n_experts')} "
-                f"({E}), and {self._hf_name('topk_groups')} ({self.topk_groups}) must be from 1 to "
-                f"{G}"
-            )
-        if K > E // G * self.topk_groups:
-            raise ValueError(
-                f"{self._hf_name('n_experts_per_token')} ({K}) is more than the "
-                f"{E // G * self.topk_groups} experts to select from"
-            )
-        if self.group_score_topk > E // G:
-            raise ValueError(
-                f"group_score_topk ({self.group_score_topk}) is more than the {E // G} experts of "
-                "a group"
-            )
+        K, G, topk_groups = self.n_experts_per_token, self.n_groups, self.topk_groups
+        _check(
+            G >= 1 and E % G == 0 and 1 <= topk_groups <= G,
+            f"{self._hf_name('n_groups')} ({G}) must divide {self._hf_name('n_experts')} ({E}), "
+            f"and {self._hf_name('topk_groups')} ({topk_groups}) must be from 1 to {G}",
+        )
+        size, name = E // G, self._hf_name("n_experts_per_token")
+        ok = K <= size * topk_groups
+        _check(ok, f"{name} ({K}) is more than the {size * topk_groups} experts to select from")
+        best = self.group_score_topk
+        ok = best <= size
+        _check(ok, f"group_score_topk ({best}) is more than the {size} experts of a group")
 
     def _hf_name(self, name: str) -> str:
         """The field's name and its name in config.json, for error messages."""
-        keys = [key for attr, key, _ in FAMILIES[self.family].fields if attr == name]
-        return name if keys in ([], [name]) else f"{name} ({keys[0]} in config.json)"
+        key = FAMILIES[self.family].fields.get(name, name)
+        return name if key == name else f"{name} ({key} in config.json)"
 
     @property
     def rope_dim(self) -> int:
@@ -289,30 +285,28 @@ class ModelConfig:
         family = FAMILIES[kind]
         _check_fields(hf, family)
         given: dict[str, Any] = {"family": kind, **family.overrides}
-        for name, key, type_ in family.fields:
-            given[name] = _typed(hf, key, type_, family.defaults.get(key, REQUIRED))
+        for name, key in family.fields.items():
+            given[name] = _typed(hf, key, _scalar_type(name), family.defaults.get(key, REQUIRED))
         for converter in family.converters:
             given |= converter.read(hf, given)
-        try:
-            return cls(**given)
-        except TypeError as e:
-            raise ValueError(f"a field of the wrong type ({e})") from None
+        return cls(**given)
 
     def to_hf(self) -> dict[str, Any]:
         """The equivalent config.json, readable by transformers 4 and 5. ValueError if the family's
         config.json cannot represent this config."""
         family = FAMILIES[self.family]
         hf: dict[str, Any] = {"architectures": [family.architecture], "model_type": self.family}
-        hf |= dict(family.constants) | {key: getattr(self, name) for name, key, _ in family.fields}
+        hf |= family.constants
+        hf |= {key: getattr(self, name) for name, key in family.fields.items()}
         for converter in family.converters:
             hf |= converter.write(self)
         back = ModelConfig.from_hf(hf)
         lost = [n for n in self.__dataclass_fields__ if getattr(back, n) != getattr(self, n)]
-        if lost:
-            raise ValueError(
-                f"a {self.family} config.json cannot represent the values of {', '.join(lost)}; "
-                "use family='sheaf', which can represent any config"
-            )
+        _check(
+            not lost,
+            f"a {self.family} config.json cannot represent the values of {', '.join(lost)}; "
+            "use family='sheaf', which can represent any config",
+        )
         return hf
 
 
@@ -375,8 +369,11 @@ def rope_magnitude(config: ModelConfig) -> float:
     return yarn_mscale(rope["factor"])
 
 
-def rope_cos_sin(config: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of every angle, (B or 1, T, 1, rope_dim / 2) fp32.
+Rope = tuple[Tensor, Tensor]  # cos and sin of every angle, (B or 1, T, 1, rope_dim / 2) fp32
+
+
+def rope_cos_sin(config: ModelConfig, positions: Tensor) -> Rope:
+    """cos and sin for positions (T,) or (B, T).
 
     Recomputed in each forward, which is cheap. A precomputed buffer would be rounded by a cast to
     bf16, lost on the meta device and limited to a maximum length.
@@ -392,12 +389,9 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -
     x_{i+n}), or interleaved (x_2i, x_2i+1)."""
     n = cos.shape[-1]
     rotated, rest = x[..., : 2 * n].float(), x[..., 2 * n :]
-    if interleaved:
-        a, b = rotated.unflatten(-1, (n, 2)).unbind(-1)
-        rotated = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
-    else:
-        a, b = rotated.chunk(2, dim=-1)
-        rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    a, b = rotated.unflatten(-1, (n, 2)).unbind(-1) if interleaved else rotated.chunk(2, dim=-1)
+    pair = a * cos - b * sin, b * cos + a * sin
+    rotated = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
     rotated = rotated.type_as(x)
     return rotated if rest.shape[-1] == 0 else torch.cat((rotated, rest), dim=-1)
 
@@ -482,8 +476,8 @@ def packed_attention(
 ) -> Tensor:
     """causal_attention for packed documents: a document starts wherever positions (B, T) is 0 and
     does not attend to earlier ones."""
-    if spec.sparse is not None:
-        raise ValueError("packed rows do not support sparse_layers: use a row per document")
+    ok = spec.sparse is None
+    _check(ok, "packed rows do not support sparse_layers: use a row per document")
     T = q.shape[1]
     # offset each document's positions by T: the window, at most T, cannot reach an earlier one
     shifted = torch.arange(T, device=q.device) + T * (positions == 0).cumsum(-1)
@@ -568,14 +562,10 @@ class KVCache:
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        batch_size: int,
-        max_len: int,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
+        self, config: ModelConfig, batch_size: int, max_len: int,
+        dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
         rollback: int | None = None,
-    ):
+    ):  # fmt: skip
         layers = config.n_layers + config.n_mtp_layers
         heads, dim = config.n_kv_heads, config.head_dim
         if config.kv_lora_rank:
@@ -642,14 +632,9 @@ class KVCache:
         return keys, slots[: len(k), :, :limit].to(k.dtype).transpose(1, 2)
 
     def attend(
-        self,
-        spec: AttentionSpec,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        positions: Tensor,
+        self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, positions: Tensor,
         limit: int | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """The attend hook: attention of q (B, T, Hq, D) over the keys and values of `update`."""
         if self.k[spec.index].shape[2] < self.max_len:
             return self._attend_to_ring(spec, q, k, v, positions, limit)
@@ -659,14 +644,9 @@ class KVCache:
         return dense_attention(spec, q, keys.transpose(1, 2), values.transpose(1, 2), positions, j)
 
     def _attend_to_ring(
-        self,
-        spec: AttentionSpec,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        positions: Tensor,
+        self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, positions: Tensor,
         limit: int | None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """attend for a layer with a ring buffer; the positions of a row are consecutive."""
         rings = self.k[spec.index], self.v[spec.index]
         (T, R), new = (k.shape[1], rings[0].shape[2]), (k, v)
@@ -776,9 +756,7 @@ class Attention(nn.Module):
             self.q_conv = nn.Parameter(torch.empty(config.n_heads * D * config.qk_conv))
             self.k_conv = nn.Parameter(torch.empty(config.n_kv_heads * D * config.qk_conv))
 
-    def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], positions: Tensor, attend: Attend
-    ) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope, positions: Tensor, attend: Attend) -> Tensor:
         projected = self.linear_fn(x, self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in projected)
         if self.q_conv is not None:
@@ -854,12 +832,9 @@ class LatentAttention(nn.Module):
     def __init__(self, config: ModelConfig, index: int):
         super().__init__()
         C, H, R = config.dim, config.n_heads, config.kv_lora_rank
-        self.nope_dim, self.rope_dim, self.v_dim = (
-            config.qk_nope_head_dim,
-            config.qk_rope_head_dim,
-            config.v_head_dim,
-        )
-        self.rank, self.interleaved, self.absorb_up_to = R, config.rope_interleaved, 1
+        self.nope_dim, self.rope_dim = config.qk_nope_head_dim, config.qk_rope_head_dim
+        self.v_dim, self.rank, self.interleaved = config.v_head_dim, R, config.rope_interleaved
+        self.absorb_up_to = 1
         rope = config.rope_scaling or {}
         all_dim = rope.get("mscale_all_dim")
         mscale = yarn_mscale(rope["factor"], all_dim) if all_dim else 1.0
@@ -878,9 +853,7 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = nn.Linear(R, H * (self.nope_dim + self.v_dim), bias=False)
         self.o_proj = nn.Linear(H * self.v_dim, C, config.o_bias)
 
-    def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], positions: Tensor, attend: Attend
-    ) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope, positions: Tensor, attend: Attend) -> Tensor:
         B, T, _ = x.shape
         if self.q_proj is not None:
             q = self.q_proj(x)
@@ -997,10 +970,6 @@ class MoE(nn.Module):
         o = self.experts(flat, weights, ids, self.w_gate_up, self.w_down).view_as(x)
         return o if self.shared is None else o + self.shared(x)
 
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x (N, C) -> weights (N, K) fp32 and expert ids (N, K)."""
-        return self.select_experts(self.router_logits(x))
-
     def router_logits(self, x: Tensor) -> Tensor:
         """x (N, C) -> (N, E) fp32."""
         with torch.autocast(x.device.type, enabled=False):
@@ -1052,17 +1021,12 @@ class Block(nn.Module):
         self.mlp = MoE(config, index) if moe else MLP(*dense)
 
     def forward(
-        self,
-        x: Tensor,
-        rope: tuple[Tensor, Tensor],
-        positions: Tensor,
-        attend: Attend,
+        self, x: Tensor, rope: Rope, positions: Tensor, attend: Attend,
         source: SourceKV | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         x = x + self.attention(self.attention_norm(x), rope, positions, attend)
         if self.cross_attention is not None:
-            if source is None:
-                raise ValueError("cross_attention_layers requires forward(..., source=...)")
+            _check(source is not None, "cross_attention_layers requires forward(..., source=...)")
             kv = source[self.cross_attention.spec.index]
             x = x + self.cross_attention(self.cross_attention_norm(x), kv, positions)
         return x + self.mlp(self.mlp_norm(x))
@@ -1083,12 +1047,7 @@ class MTP(nn.Module):
         self.norm = RMSNorm(C, eps)
 
     def forward(
-        self,
-        hidden: Tensor,
-        embedded: Tensor,
-        rope: tuple[Tensor, Tensor],
-        positions: Tensor,
-        attend: Attend,
+        self, hidden: Tensor, embedded: Tensor, rope: Rope, positions: Tensor, attend: Attend
     ) -> Tensor:
         x = torch.cat((self.embed_norm(embedded), self.hidden_norm(hidden)), dim=-1)
         return self.norm(self.block(self.proj(x), rope, positions, attend))
@@ -1145,13 +1104,9 @@ class Transformer(nn.Module):
             nn.init.normal_(p, 0.0, std, generator)
 
     def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor | None = None,
-        attend: Attend = causal_attention,
-        return_hidden: bool = False,
-        source: SourceKV | None = None,
-    ) -> Tensor:
+        self, tokens: Tensor, positions: Tensor | None = None, attend: Attend = causal_attention,
+        return_hidden: bool = False, source: SourceKV | None = None,
+    ) -> Tensor:  # fmt: skip
         """tokens (B, T) -> logits (B, T, V), or the hidden states before the head (B, T, C).
 
         positions: (T,) or (B, T), default 0..T-1. If `embed` is None, tokens are hidden states
@@ -1180,18 +1135,14 @@ class Transformer(nn.Module):
             return torch.arange(tokens.shape[1], device=tokens.device)
         if self.config.qk_conv and qk_history(attend) is None:
             expected = F.pad(positions[..., :-1] + 1, (1, 0))
-            if not ((positions == 0) | (positions == expected)).all():
-                raise ValueError("qk_conv requires q and k of earlier tokens: use KVCache.attend")
+            ok = bool(((positions == 0) | (positions == expected)).all())
+            _check(ok, "qk_conv requires q and k of earlier tokens: use KVCache.attend")
         return positions
 
     def mtp_forward(
-        self,
-        hidden: Tensor,
-        tokens: Tensor,
-        positions: Tensor | None = None,
-        attend: Attend = causal_attention,
-        depth: int = 0,
-    ) -> Tensor:
+        self, hidden: Tensor, tokens: Tensor, positions: Tensor | None = None,
+        attend: Attend = causal_attention, depth: int = 0,
+    ) -> Tensor:  # fmt: skip
         """Multi-token prediction: hidden (B, T, C), from forward(return_hidden=True) or the
         previous depth, and tokens (B, T), the inputs shifted left by depth + 1 -> hidden states
         (B, T, C) whose logits, self.head(...), predict the token after those."""
@@ -1204,6 +1155,7 @@ class Transformer(nn.Module):
 # Model families: ModelConfig <-> config.json
 # --------------------------------------------------------------------------------------------------
 
+Json = Mapping[str, Any]
 REQUIRED = object()
 FP8_BLOCK = 128  # DeepSeek's FP8 weights have one scale per block of 128 x 128
 
@@ -1213,9 +1165,8 @@ class FieldConverter:
     """Converts config.json fields that do not map one to one to fields of ModelConfig."""
 
     keys: tuple[str, ...]  # in config.json
-    # (config.json, ModelConfig fields read so far) -> more ModelConfig fields
-    read: Callable[[Mapping[str, Any], dict[str, Any]], dict[str, Any]]
-    write: Callable[[ModelConfig], dict[str, Any]]
+    read: Callable[[Json, Json], Json]  # (config.json, ModelConfig fields so far) -> more of them
+    write: Callable[[ModelConfig], Json]
 
 
 @dataclass(frozen=True)
@@ -1223,13 +1174,11 @@ class Family:
     """The config.json format of one model_type."""
 
     architecture: str
-    fields: tuple[tuple[str, str, type], ...]  # (ModelConfig field, config.json field, type)
+    fields: Mapping[str, str]  # of ModelConfig -> of config.json
     converters: tuple[FieldConverter, ...] = ()
-    # ModelConfig fields that are implied by the model_type
-    overrides: Mapping[str, Any] = field(default_factory=dict)
-    # config.json fields with only one allowed value
-    constants: Mapping[str, Any] = field(default_factory=dict)
-    defaults: Mapping[str, Any] = field(default_factory=lambda: DEFAULTS)
+    overrides: Json = field(default_factory=dict)  # ModelConfig fields implied by the model_type
+    constants: Json = field(default_factory=dict)  # config.json fields with one allowed value
+    defaults: Json = field(default_factory=lambda: DEFAULTS)
 
 
 # Defaults of config.json fields that are absent or null; all other fields are required.
@@ -1244,8 +1193,6 @@ DEFAULTS = {
     "num_nextn_predict_layers": 0,
     "rope_interleave": True,
 }
-V2 = DEFAULTS | {"n_group": 1, "topk_group": 1}
-LLAMA_1 = DEFAULTS | {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6}
 
 # Fields that do not affect the forward pass.
 HF_IGNORED = set(
@@ -1263,40 +1210,25 @@ HF_IGNORED = set(
     "remove_invalid_values exponential_decay_length_penalty suppress_tokens "
     "begin_suppress_tokens prefix sep_token_id decoder_start_token_id".split()
 )
-# Fields that are supported with these values only.
-HF_NEUTRAL: dict[str, tuple[Any, ...]] = {
+# Fields that are supported only absent, null, or
+HF_UNSET = (
+    "attn_logit_softcapping final_logit_softcapping sliding_window layer_types "
+    "cross_attention_hidden_size finetuning_task".split()
+)
+HF_OFF = (  # false
+    "use_sliding_window attention_bias mlp_bias qkv_bias use_mrope rope_interleaved torchscript "
+    "use_bfloat16 tf_legacy_loss add_cross_attention tie_encoder_decoder".split()
+)
+HF_NEUTRAL: dict[str, tuple[Any, ...]] = {  # one of these values
     "hidden_act": ("silu", "swish"),
-    "attn_logit_softcapping": (None,),
-    "final_logit_softcapping": (None,),
-    "sliding_window": (None,),
-    "use_sliding_window": (None, False),
-    "layer_types": (None,),
     "router_jitter_noise": (None, 0.0),
     "moe_layer_freq": (None, 1),
-    "attention_bias": (None, False),
-    "mlp_bias": (None, False),
-    "qkv_bias": (None, False),
-    "use_mrope": (None, False),
-    "rope_interleaved": (None, False),
     "shared_expert_intermediate_size": (None, 0),
-    "torchscript": (None, False),
-    "use_bfloat16": (None, False),
-    "tf_legacy_loss": (None, False),
-    "cross_attention_hidden_size": (None,),
-    "finetuning_task": (None,),
-    "add_cross_attention": (None, False),
-    "tie_encoder_decoder": (None, False),
     "is_decoder": (None, False, True),
     "pruned_heads": (None, {}),
+    **dict.fromkeys(HF_UNSET, (None,)),
+    **dict.fromkeys(HF_OFF, (None, False)),
 }
-# An unknown field with one of these words in its name is a part of the architecture
-ARCHITECTURE = re.compile(
-    "attn|attention|rope|rotary|theta|freq|position|alibi|window|mask|causal|norm|rms|eps|scal|"
-    "multiplier|temperature|mup|soft|clip|logit|embed|head|tie|share|layer|block|depth|width|dim|"
-    "size|num|hidden|resid|skip|mlp|ffn|ff_|glu|act|gate|expert|moe|rout|bias|conv|ssm|mamba|"
-    "memory|recur|kv|query|qk|lora|rank|adapter|sink|sparse|quant|pattern|encoder|vision|image|"
-    "audio"
-)
 # HF_NEUTRAL for the fields of quantization_config, which describes the stored tensors.
 HF_FP8: dict[str, tuple[Any, ...]] = {
     "quant_method": ("fp8",),
@@ -1306,70 +1238,78 @@ HF_FP8: dict[str, tuple[Any, ...]] = {
     "scale_fmt": (None, "float", "ue8m0"),
     "dequantize": (None, False),
 }
+# An unknown field with one of these words in its name is a part of the architecture
+ARCHITECTURE = re.compile(
+    "attn|attention|rope|rotary|theta|freq|position|alibi|window|mask|causal|norm|rms|eps|scal|"
+    "multiplier|temperature|mup|soft|clip|logit|embed|head|tie|share|layer|block|depth|width|dim|"
+    "size|num|hidden|resid|skip|mlp|ffn|ff_|glu|act|gate|expert|moe|rout|bias|conv|ssm|mamba|"
+    "memory|recur|kv|query|qk|lora|rank|adapter|sink|sparse|quant|pattern|encoder|vision|image|"
+    "audio"
+)
 
 
-def _check_fields(hf: Mapping[str, Any], family: Family) -> None:
-    known = {key for _, key, _ in family.fields}
-    known |= {key for converter in family.converters for key in converter.keys}
+def _check_fields(hf: Json, family: Family) -> None:
+    """Every field is used by the family, neutral, or without effect. ValueError names the field."""
+    known = {*family.fields.values(), *(key for c in family.converters for key in c.keys)}
     rest = set(hf) - known - HF_IGNORED - {"model_type"}
     allowed = HF_NEUTRAL | {key: (None, value) for key, value in family.constants.items()}
     unknown = sorted(rest - set(allowed) - {"quantization_config"})
     risky = [key for key in unknown if hf[key] is not None and ARCHITECTURE.search(key)]
-    if risky:
-        raise ValueError(
-            f"unknown field{'s' * (len(risky) > 1)} {', '.join(risky)}: it may change "
-            "what the model computes; remove it from config.json if it does not"
-        )
+    _check(
+        not risky,
+        f"unknown field{'s' * (len(risky) > 1)} {', '.join(risky)}: it may change "
+        "what the model computes; remove it from config.json if it does not",
+    )
     if unknown:
         log.warning("config.json: unknown fields are ignored: %s", ", ".join(unknown))
     _check_values(hf, rest, allowed)
     quantized = hf.get("quantization_config")
-    if isinstance(quantized, dict) and quantized.get("quant_method") == "sheaf":
-        return  # handled by the `prepare` argument of load_checkpoint
-    if quantized is not None:
-        if not isinstance(quantized, dict) or quantized.get("quant_method") != "fp8":
-            raise ValueError(f"quantization_config is {quantized!r}; known: quant_method 'fp8'")
-        odd = sorted(set(quantized) - set(HF_FP8) - {"modules_to_not_convert"})
-        if odd:
-            raise ValueError(f"unknown field quantization_config.{odd[0]}")
-        _check_values(quantized, set(quantized), HF_FP8, "quantization_config.")
+    method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+    if quantized is None or method == "sheaf":  # the latter: `prepare` of load_checkpoint
+        return
+    _check(method == "fp8", f"quantization_config is {quantized!r}; known: quant_method 'fp8'")
+    for key in sorted(set(quantized) - set(HF_FP8) - {"modules_to_not_convert"}):
+        raise ValueError(f"unknown field quantization_config.{key}")
+    _check_values(quantized, set(quantized), HF_FP8, "quantization_config.")
 
 
 def _check_values(
-    hf: Mapping[str, Any], keys: set[str], allowed: Mapping[str, tuple[Any, ...]], where: str = ""
+    hf: Json, keys: set[str], allowed: Mapping[str, tuple[Any, ...]], where: str = ""
 ) -> None:
     for key in sorted(keys & set(allowed)):
-        if hf[key] not in allowed[key]:
-            known = ", ".join(repr(v) for v in allowed[key] if v is not None) or "null"
-            raise ValueError(f"{where}{key} is {hf[key]!r}; known: {known}")
+        known = ", ".join(repr(v) for v in allowed[key] if v is not None) or "null"
+        _check(hf[key] in allowed[key], f"{where}{key} is {hf[key]!r}; known: {known}")
 
 
-def _typed(hf: Mapping[str, Any], key: str, kind: type, default: Any = REQUIRED) -> Any:
-    """hf[key], checked strictly to be of type `kind`: "32", 32.0 and True are not ints."""
+def _check_type(value: Any, kind: type, name: str) -> None:
+    """Strictly: "32", 32.0 and True are not ints. A float is finite; an int is one too."""
+    ok = type(value) is kind
+    if kind is float:
+        ok = type(value) in (int, float) and abs(value) < 1e300
+    _check(ok, f"{name} must be {kind.__name__}, not {value!r}")
+    _check(kind is not int or abs(value) < 2**31, f"{name} must be less than 2**31, not {value}")
+
+
+def _typed(hf: Json, key: str, kind: type, default: Any = REQUIRED) -> Any:
+    """hf[key], which must be of type `kind`; `default` if it is absent or null."""
     value = hf.get(key)
     if value is None:
-        if default is REQUIRED:
-            raise ValueError(f"{key} is missing")
+        _check(default is not REQUIRED, f"{key} is missing")
         return default
-    if kind is float and type(value) is int:
-        value = float(value)
-    if type(value) is not kind or (kind is float and not math.isfinite(value)):
-        raise ValueError(f"{key} must be {kind.__name__}, not {value!r}")
-    if kind is int and abs(value) >= 2**31:
-        raise ValueError(f"{key} must be less than 2**31, not {value}")
-    return value
+    _check_type(value, kind, key)
+    return kind(value)
 
 
-def _ints(hf: Mapping[str, Any], key: str) -> tuple[int, ...]:
+def _ints(hf: Json, key: str) -> tuple[int, ...]:
     """hf[key] as a tuple: an int, a list of ints, or null."""
     value = hf.get(key)
     value = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(type(i) is int for i in value):
-        raise ValueError(f"{key} must be an int or a list of ints, not {hf[key]!r}")
+    ok = all(type(i) is int for i in value)
+    _check(ok, f"{key} must be an int or a list of ints, not {hf.get(key)!r}")
     return tuple(value)
 
 
-def _read_heads(hf: Mapping[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+def _read_heads(hf: Json, given: Json) -> Json:
     n = given["n_heads"]
     head_dim = given.get("head_dim")
     if "kv_lora_rank" in given:
@@ -1381,26 +1321,33 @@ def _read_heads(hf: Mapping[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _write_heads(config: ModelConfig) -> dict[str, Any]:
+def _write_heads(config: ModelConfig) -> Json:
     eos = list(config.eos_ids)
     return {"eos_token_id": eos[0] if len(eos) == 1 else eos or None, "hidden_act": "silu"}
 
 
-def _read_window(hf: Mapping[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+HEADS = FieldConverter(("eos_token_id",), _read_heads, _write_heads)
+
+
+def _read_window(hf: Json, given: Json) -> Json:
     """One sliding window for all layers; Qwen3-MoE also requires use_sliding_window."""
-    if given["family"] == "mistral" and "sliding_window" not in hf:
-        raise ValueError("sliding_window is missing (null: no window)")
+    ok = given["family"] != "mistral" or "sliding_window" in hf
+    _check(ok, "sliding_window is missing (null: no window)")
     enabled = _typed(hf, "use_sliding_window", bool, given["family"] != "qwen3_moe")
     window = _typed(hf, "sliding_window", int, None) if enabled else None
     return {"windows": () if window is None else (window,) * given["n_layers"]}
 
 
-def _write_window(config: ModelConfig) -> dict[str, Any]:
+def _write_window(config: ModelConfig) -> Json:
     switch = {"use_sliding_window": bool(config.windows)} if config.family == "qwen3_moe" else {}
     return {"sliding_window": config.windows[0] if config.windows else None} | switch
 
 
-def _read_layer_windows(hf: Mapping[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+WINDOW = FieldConverter(("sliding_window",), _read_window, _write_window)
+SWITCHED_WINDOW = replace(WINDOW, keys=("sliding_window", "use_sliding_window"))
+
+
+def _read_layer_windows(hf: Json, given: Json) -> Json:
     """Sliding windows per layer: by layer_types or, if absent, from layer max_window_layers on."""
     L, types, window = given["n_layers"], hf.get("layer_types"), None
     if _typed(hf, "use_sliding_window", bool, False):
@@ -1409,15 +1356,15 @@ def _read_layer_windows(hf: Mapping[str, Any], given: dict[str, Any]) -> dict[st
         first = L if window is None else _typed(hf, "max_window_layers", int)
         types = ["full_attention" if i < first else "sliding_attention" for i in range(L)]
     meaning = {"full_attention": None, "sliding_attention": window}
-    if not isinstance(types, list) or len(types) != L or not all(t in meaning for t in types):
-        raise ValueError(f"layer_types must be {L} of {', '.join(meaning)}, not {types!r}")
-    if window is None and "sliding_attention" in types:
-        raise ValueError("layer_types has 'sliding_attention', but use_sliding_window is off")
+    ok = isinstance(types, list) and len(types) == L and all(t in [*meaning] for t in types)
+    _check(ok, f"layer_types must be {L} of {', '.join(meaning)}, not {types!r}")
+    ok = window is not None or "sliding_attention" not in types
+    _check(ok, "layer_types has 'sliding_attention', but use_sliding_window is off")
     windows = tuple(meaning[t] for t in types)
-    return {"windows": () if window is None or "sliding_attention" not in types else windows}
+    return {"windows": windows if any(w is not None for w in windows) else ()}
 
 
-def _write_layer_windows(config: ModelConfig) -> dict[str, Any]:
+def _write_layer_windows(config: ModelConfig) -> Json:
     windows = config.windows or (None,) * config.n_layers
     return {
         "use_sliding_window": any(windows),
@@ -1427,30 +1374,64 @@ def _write_layer_windows(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _read_sparse_step(hf: Mapping[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+LAYER_WINDOWS = FieldConverter(
+    ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
+    _read_layer_windows,
+    _write_layer_windows,
+)
+
+
+def _read_sparse_step(hf: Json, given: Json) -> Json:
     """Every decoder_sparse_step-th layer is an MoE layer, except mlp_only_layers."""
     step, dense = _typed(hf, "decoder_sparse_step", int, 1), _ints(hf, "mlp_only_layers")
-    if step < 1:
-        raise ValueError(f"decoder_sparse_step must be 1 or more, not {step}")
+    _check(step >= 1, f"decoder_sparse_step must be 1 or more, not {step}")
     layers = range(given["n_layers"])
     return {"moe_layers": tuple(i for i in layers if (i + 1) % step == 0 and i not in dense)}
 
 
-def _write_sparse_step(config: ModelConfig) -> dict[str, Any]:
+def _write_sparse_step(config: ModelConfig) -> Json:
     dense = [i for i in range(config.n_layers) if i not in config.moe_layers]
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
-def _read_v2_groups(hf: Mapping[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+SPARSE_STEP = FieldConverter(
+    ("decoder_sparse_step", "mlp_only_layers"), _read_sparse_step, _write_sparse_step
+)
+ALL_SPARSE = FieldConverter(
+    (),
+    lambda hf, given: {
+        "moe_layers": tuple(range(given["n_layers"])), "expert_ffn_dim": given["ffn_dim"]
+    },
+    lambda config: {},
+)  # fmt: skip
+FIRST_DENSE = FieldConverter(
+    ("first_k_dense_replace",),
+    lambda hf, given: {
+        "moe_layers": tuple(range(_typed(hf, "first_k_dense_replace", int), given["n_layers"]))
+    },
+    lambda config: {"first_k_dense_replace": config.n_layers - len(config.moe_layers)},
+)
+N_EXPERTS = FieldConverter(  # transformers 5 writes num_local_experts
+    ("num_experts", "num_local_experts"),
+    lambda hf, given: {
+        "n_experts": _typed(hf, "num_experts" if "num_experts" in hf else "num_local_experts", int)
+    },
+    lambda config: {"num_experts": config.n_experts},
+)
+
+
+def _read_v2_groups(hf: Json, given: Json) -> Json:
     method = _typed(hf, "topk_method", str, "greedy")
-    if method not in ("greedy", "group_limited_greedy"):
-        raise ValueError(f"topk_method is {method!r}; known: 'greedy', 'group_limited_greedy'")
+    ok = method in ("greedy", "group_limited_greedy")
+    _check(ok, f"topk_method is {method!r}; known: 'greedy', 'group_limited_greedy'")
     return {"n_groups": 1, "topk_groups": 1} if method == "greedy" else {}
 
 
-def _write_v2_groups(config: ModelConfig) -> dict[str, Any]:
+def _write_v2_groups(config: ModelConfig) -> Json:
     return {"topk_method": "greedy" if config.n_groups == 1 else "group_limited_greedy"}
 
+
+V2_GROUPS = FieldConverter(("topk_method",), _read_v2_groups, _write_v2_groups)
 
 # rope type -> (required fields, optional fields); all but truncate are numbers
 ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -1468,154 +1449,113 @@ ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-def _read_rope(hf: Mapping[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+def _read_rope_scaling(rope: Any, key: str, max_seq_len: int) -> dict[str, Any] | None:
+    """ModelConfig.rope_scaling from an object of config.json, its field `key`."""
+    _check(isinstance(rope, Mapping), f"{key} must be an object, not {rope!r}")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    ok = isinstance(kind, str) and kind in ROPE_TYPES
+    _check(ok, f"{key}.rope_type is {kind!r}; known: {', '.join(ROPE_TYPES)}")
+    needed, optional = ROPE_TYPES[kind]
+    others = {"rope_type", "type", "finetuned", "rope_theta", "partial_rotary_factor"}
+    for name in sorted(set(rope) - {*others, *needed, *optional}):
+        raise ValueError(f"unknown field {key}.{name} for rope_type {kind!r}")
+    if kind == "default":
+        return None
+    absent = {"original_max_position_embeddings": max_seq_len}
+    values = {name: rope.get(name, absent.get(name)) for name in (*needed, *optional)}
+    values = {n: v for n, v in values.items() if v is not None or n in needed}
+    for name, value in values.items():
+        ok, wanted = type(value) in (int, float) and 0 < value < 1e300, "a positive number"
+        if name == "truncate":
+            ok, wanted = type(value) is bool, "true or false"
+        _check(ok, f"{key}.{name} must be {wanted}, not {value!r}")
+    return {"rope_type": kind, **values}
+
+
+def _read_rope(hf: Json, given: Json) -> Json:
     """rope_theta and rope_scaling of transformers 4, or rope_parameters of transformers 5."""
     key = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
     rope = hf.get(key) or {}
-    if not isinstance(rope, Mapping):
-        raise ValueError(f"{key} must be an object, not {rope!r}")
-    if rope and hf.get("rope_scaling") not in (None, rope):
-        raise ValueError("rope_parameters and rope_scaling differ; remove the wrong one")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if not isinstance(kind, str) or kind not in ROPE_TYPES:
-        raise ValueError(f"{key}.rope_type is {kind!r}; known: {', '.join(ROPE_TYPES)}")
-    needed, optional = ROPE_TYPES[kind]
-    both = {"rope_theta", "partial_rotary_factor"}
-    unknown = sorted(set(rope) - {"rope_type", "type", "finetuned", *both, *needed, *optional})
-    if unknown:
-        raise ValueError(f"unknown field {key}.{unknown[0]} for rope_type {kind!r}")
+    ok = not rope or hf.get("rope_scaling") in (None, rope)
+    _check(ok, "rope_parameters and rope_scaling differ; remove the wrong one")
+    scaling = _read_rope_scaling(rope, key, given["max_seq_len"])
     default_theta = FAMILIES[given["family"]].defaults.get("rope_theta", 10000.0)
     theta, factor = (
         _typed(rope if rope.get(name) is not None else hf, name, float, default)
         for name, default in (("rope_theta", default_theta), ("partial_rotary_factor", 1.0))
     )
-    given = given | {"rope_theta": theta}
-    if factor != 1:
-        raise ValueError(
-            f"partial_rotary_factor is {factor}; known: 1.0, as in transformers' "
-            f"{given['family']} (use model_type 'sheaf' for other values)"
-        )
-    if kind == "default":
-        return given
-    absent = {"original_max_position_embeddings": given["max_seq_len"]}
-    values = {name: rope.get(name, absent.get(name)) for name in (*needed, *optional)}
-    values = {n: v for n, v in values.items() if v is not None or n in needed}
-    for name, value in values.items():
-        wanted = (bool,) if name == "truncate" else (int, float)
-        if type(value) not in wanted or (name != "truncate" and not 0 < value < math.inf):
-            kind_of = "true or false" if name == "truncate" else "a positive number"
-            raise ValueError(f"{key}.{name} must be {kind_of}, not {value!r}")
-    return given | {"rope_scaling": {"rope_type": kind, **values}}
+    _check(
+        factor == 1,
+        f"partial_rotary_factor is {factor}; known: 1.0, as in transformers' "
+        f"{given['family']} (use model_type 'sheaf' for other values)",
+    )
+    return {"rope_theta": theta, "rope_scaling": scaling}
 
 
-def _write_rope(config: ModelConfig) -> dict[str, Any]:
-    hf: dict[str, Any] = {"rope_theta": config.rope_theta}
-    if config.rope_scaling is not None:
-        hf["rope_scaling"] = dict(config.rope_scaling)
-    return hf
+def _write_rope(config: ModelConfig) -> Json:
+    scaling = {} if config.rope_scaling is None else {"rope_scaling": dict(config.rope_scaling)}
+    return {"rope_theta": config.rope_theta} | scaling
 
 
-def _read_sheaf(hf: Mapping[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    config = hf.get("config")
-    if not isinstance(config, dict) or not set(config) <= set(ModelConfig.__dataclass_fields__):
-        raise ValueError("config must be an object of ModelConfig's fields")
-    kinds = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
-    for f in fields(ModelConfig):
-        value = config.get(f.name, None if f.default is MISSING else f.default)
-        kind, *optional = str(f.type).split(" | ")
-        if kind in kinds and type(value) not in kinds[kind] and not (optional and value is None):
-            raise ValueError(f"config.{f.name} must be {kind}, not {value!r}")
-        types = (int, type(None)) if optional else (int,)
-        ok = isinstance(value, (list, tuple)) and all(type(x) in types for x in value)
-        if kind.startswith("tuple") and not ok:
-            raise ValueError(f"config.{f.name} must be a list of integers, not {value!r}")
-    return {name: tuple(v) if isinstance(v, list) else v for name, v in config.items()}
-
-
-COMMON = (
-    ("vocab_size", "vocab_size", int),
-    ("dim", "hidden_size", int),
-    ("n_layers", "num_hidden_layers", int),
-    ("n_heads", "num_attention_heads", int),
-    ("n_kv_heads", "num_key_value_heads", int),
-    ("ffn_dim", "intermediate_size", int),
-    ("max_seq_len", "max_position_embeddings", int),
-    ("norm_eps", "rms_norm_eps", float),
-    ("tie_embeddings", "tie_word_embeddings", bool),
-    ("bos_id", "bos_token_id", int),
-)
-DENSE = (*COMMON, ("head_dim", "head_dim", int))
-BIASES = (("qkv_bias", "attention_bias", bool), ("o_bias", "attention_bias", bool))
-EXPERTS = (
-    ("n_experts_per_token", "num_experts_per_tok", int),
-    ("expert_ffn_dim", "moe_intermediate_size", int),
-)
-DEEPSEEK = (
-    *COMMON,
-    *BIASES,
-    *EXPERTS,
-    ("q_lora_rank", "q_lora_rank", int),
-    ("kv_lora_rank", "kv_lora_rank", int),
-    ("qk_nope_head_dim", "qk_nope_head_dim", int),
-    ("qk_rope_head_dim", "qk_rope_head_dim", int),
-    ("v_head_dim", "v_head_dim", int),
-    ("n_experts", "n_routed_experts", int),
-    ("n_shared_experts", "n_shared_experts", int),
-    ("n_groups", "n_group", int),
-    ("topk_groups", "topk_group", int),
-    ("routed_scaling", "routed_scaling_factor", float),
-)
-
-HEADS = FieldConverter(("eos_token_id",), _read_heads, _write_heads)
 ROPE = FieldConverter(
     ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
     _read_rope,
     _write_rope,
 )
-WINDOW = FieldConverter(("sliding_window",), _read_window, _write_window)
-SWITCHED_WINDOW = FieldConverter(
-    ("sliding_window", "use_sliding_window"), _read_window, _write_window
-)
-LAYER_WINDOWS = FieldConverter(
-    ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
-    _read_layer_windows,
-    _write_layer_windows,
-)
-ALL_SPARSE = FieldConverter(
-    (),
-    lambda hf, given: {
-        "moe_layers": tuple(range(given["n_layers"])),
-        "expert_ffn_dim": given["ffn_dim"],
-    },
-    lambda config: {},
-)
-SPARSE_STEP = FieldConverter(
-    ("decoder_sparse_step", "mlp_only_layers"), _read_sparse_step, _write_sparse_step
-)
-FIRST_DENSE = FieldConverter(
-    ("first_k_dense_replace",),
-    lambda hf, given: {
-        "moe_layers": tuple(range(_typed(hf, "first_k_dense_replace", int), given["n_layers"]))
-    },
-    lambda config: {"first_k_dense_replace": config.n_layers - len(config.moe_layers)},
-)
-N_EXPERTS = FieldConverter(  # transformers 5 writes num_local_experts
-    ("num_experts", "num_local_experts"),
-    lambda hf, given: {
-        "n_experts": _typed(hf, "num_experts" if "num_experts" in hf else "num_local_experts", int)
-    },
-    lambda config: {"num_experts": config.n_experts},
-)
-V2_GROUPS = FieldConverter(("topk_method",), _read_v2_groups, _write_v2_groups)
+
+
+def _scalar_type(name: str) -> type | None:
+    """int, float, bool or str, if that is the type of this field of ModelConfig (or None)."""
+    kinds = {"int": int, "float": float, "bool": bool, "str": str}
+    return kinds.get(ModelConfig.__dataclass_fields__[name].type.removesuffix(" | None"))
+
+
+def _read_sheaf(hf: Json, given: Json) -> Json:
+    config = hf.get("config")
+    ok = isinstance(config, dict) and set(config) <= set(ModelConfig.__dataclass_fields__)
+    _check(ok, "config must be an object of ModelConfig's fields")
+    read = {}
+    for f in fields(ModelConfig):
+        value = config.get(f.name, None if f.default is MISSING else f.default)
+        kind, types = _scalar_type(f.name), (int, type(None)) if "None" in f.type else (int,)
+        if kind is not None and not (value is None and f.default is None):
+            _check_type(value, kind, f"config.{f.name}")
+        elif f.type.startswith("tuple"):
+            ok = isinstance(value, (list, tuple)) and all(type(x) in types for x in value)
+            _check(ok, f"config.{f.name} must be a list of integers, not {value!r}")
+            value = tuple(value)
+        elif f.name == "rope_scaling" and value is not None:
+            value = _read_rope_scaling(value, "config.rope_scaling", read["max_seq_len"])
+        read[f.name] = value
+    return read
+
+
 SHEAF = FieldConverter(("config",), _read_sheaf, lambda config: {"config": asdict(config)})
 
+# Fields of ModelConfig -> of config.json
+COMMON = {
+    "vocab_size": "vocab_size", "dim": "hidden_size", "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads", "n_kv_heads": "num_key_value_heads",
+    "ffn_dim": "intermediate_size", "max_seq_len": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps", "tie_embeddings": "tie_word_embeddings", "bos_id": "bos_token_id",
+}  # fmt: skip
+DENSE = COMMON | {"head_dim": "head_dim"}
+BIASES = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
+TOP_K = {"n_experts_per_token": "num_experts_per_tok"}
+EXPERTS = TOP_K | {"expert_ffn_dim": "moe_intermediate_size"}
+NORM_TOPK = {"norm_topk": "norm_topk_prob"}
+MLA = "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim".split()
+DEEPSEEK = COMMON | BIASES | EXPERTS | dict(zip(MLA, MLA)) | {
+    "n_experts": "n_routed_experts", "n_shared_experts": "n_shared_experts",
+    "n_groups": "n_group", "topk_groups": "topk_group", "routed_scaling": "routed_scaling_factor",
+}  # fmt: skip
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(
         "LlamaForCausalLM",
-        fields=(*DENSE, *BIASES, ("mlp_bias", "mlp_bias", bool)),
+        fields=DENSE | BIASES | {"mlp_bias": "mlp_bias"},
         converters=(HEADS, ROPE),
-        defaults=LLAMA_1,
+        defaults=DEFAULTS | {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6},  # Llama 1
     ),
     "mistral": Family("MistralForCausalLM", fields=DENSE, converters=(HEADS, ROPE, WINDOW)),
     "qwen2": Family(
@@ -1626,7 +1566,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
-        fields=(*DENSE, *BIASES),
+        fields=DENSE | BIASES,
         converters=(HEADS, ROPE, LAYER_WINDOWS),
         overrides={"qk_norm": True},
         constants={"use_qk_norm": True},
@@ -1634,14 +1574,14 @@ FAMILIES: dict[str, Family] = {
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
-        fields=(*DENSE, EXPERTS[0], ("n_experts", "num_local_experts", int)),
+        fields=DENSE | TOP_K | {"n_experts": "num_local_experts"},
         converters=(HEADS, ROPE, WINDOW, ALL_SPARSE),
         overrides={"norm_topk": True},
         defaults=DEFAULTS | {"rope_theta": 1e6},
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
-        fields=(*DENSE, *BIASES, *EXPERTS, ("norm_topk", "norm_topk_prob", bool)),
+        fields=DENSE | BIASES | EXPERTS | NORM_TOPK,
         converters=(HEADS, ROPE, SWITCHED_WINDOW, SPARSE_STEP, N_EXPERTS),
         overrides={"qk_norm": True},
         constants={"use_qk_norm": True},
@@ -1650,7 +1590,7 @@ FAMILIES: dict[str, Family] = {
         "DeepseekV2ForCausalLM",
         fields=DEEPSEEK,
         converters=(HEADS, ROPE, FIRST_DENSE, V2_GROUPS),
-        defaults=V2,
+        defaults=DEFAULTS | {"n_group": 1, "topk_group": 1},
         overrides={"rope_interleaved": True},
         # with norm_topk_prob, DeepSeek's code normalizes and does not scale, transformers does the
         # reverse; no published model sets it
@@ -1658,20 +1598,17 @@ FAMILIES: dict[str, Family] = {
     ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
-        fields=(
-            *DEEPSEEK,
-            ("norm_topk", "norm_topk_prob", bool),
-            ("rope_interleaved", "rope_interleave", bool),
-            ("n_mtp_layers", "num_nextn_predict_layers", int),
-        ),
+        fields=DEEPSEEK | NORM_TOPK | {
+            "rope_interleaved": "rope_interleave", "n_mtp_layers": "num_nextn_predict_layers"
+        },
         converters=(HEADS, ROPE, FIRST_DENSE),
         overrides={"scoring": "sigmoid", "correction_bias": True, "group_score_topk": 2},
         constants={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     ),
     # For configs that no published family can represent: ALiBi, interleaved RoPE, combinations. All
     # fields of ModelConfig by name; transformers rejects it rather than misread it.
-    "sheaf": Family("Transformer", fields=(), converters=(SHEAF,)),
-}
+    "sheaf": Family("Transformer", fields={}, converters=(SHEAF,)),
+}  # fmt: skip
 
 
 def _llama(
@@ -1680,18 +1617,12 @@ def _llama(
     return ModelConfig(vocab, dim, layers, heads, kv, dim // heads, ffn, **more)
 
 
-_LLAMA31 = {
-    "max_seq_len": 131072,
-    "norm_eps": 1e-5,
-    "rope_theta": 5e5,
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-}
+LLAMA_31_ROPE = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+LLAMA_31 = dict(max_seq_len=131072, norm_eps=1e-5, rope_theta=5e5, rope_scaling=LLAMA_31_ROPE)
+LLAMA_32 = LLAMA_31 | {"rope_scaling": LLAMA_31_ROPE | {"factor": 32.0}, "tie_embeddings": True}
 
 # Named configs, for `train.py --model` and `generate.py --dummy`.
 CONFIGS: dict[str, ModelConfig] = {
@@ -1699,57 +1630,24 @@ CONFIGS: dict[str, ModelConfig] = {
     "small": _llama(4096, 256, 6, 4, 2, 704, max_seq_len=512, tie_embeddings=True),  # 5.5M
     "base": _llama(4096, 288, 6, 6, 6, 768, max_seq_len=256),  # 8.3M, used in training benchmarks
     "small-moe": ModelConfig(  # 3.8M, the shape of DeepSeek-V3
-        vocab_size=4096,
-        dim=192,
-        n_layers=5,
-        n_heads=6,
-        n_kv_heads=6,
-        head_dim=48,
-        ffn_dim=512,
-        max_seq_len=512,
-        tie_embeddings=True,
-        family="deepseek_v3",
-        rope_interleaved=True,
-        kv_lora_rank=64,
-        q_lora_rank=96,
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=16,
-        v_head_dim=32,
-        moe_layers=(1, 2, 3, 4),
-        n_experts=8,
-        n_experts_per_token=2,
-        expert_ffn_dim=72,
-        n_shared_experts=1,
-        scoring="sigmoid",
-        correction_bias=True,
-        n_groups=4,
-        topk_groups=2,
-        group_score_topk=2,
-        norm_topk=True,
-        n_mtp_layers=1,
+        vocab_size=4096, dim=192, n_layers=5, n_heads=6, n_kv_heads=6, head_dim=48, ffn_dim=512,
+        max_seq_len=512, tie_embeddings=True, family="deepseek_v3", rope_interleaved=True,
+        kv_lora_rank=64, q_lora_rank=96, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32,
+        moe_layers=(1, 2, 3, 4), n_experts=8, n_experts_per_token=2, expert_ffn_dim=72,
+        n_shared_experts=1, scoring="sigmoid", correction_bias=True, n_groups=4, topk_groups=2,
+        group_score_topk=2, norm_topk=True, n_mtp_layers=1,
     ),
     "small-pr-moe": _llama(  # 9.0M, a pyramid of residual experts
-        *(4096, 256, 6, 4, 2, 704),
-        max_seq_len=512,
-        tie_embeddings=True,
-        family="sheaf",
-        moe_layers=(1, 3, 5),
-        n_experts=8,
-        layer_experts=(4, 4, 8),
-        n_experts_per_token=1,
-        expert_ffn_dim=352,
-        n_shared_experts=1,
+        4096, 256, 6, 4, 2, 704, max_seq_len=512, tie_embeddings=True, family="sheaf",
+        moe_layers=(1, 3, 5), n_experts=8, layer_experts=(4, 4, 8), n_experts_per_token=1,
+        expert_ffn_dim=352, n_shared_experts=1,
     ),
     "tinyllama-1.1b": _llama(32000, 2048, 22, 32, 4, 5632, norm_eps=1e-5),
     "llama2-7b": _llama(32000, 4096, 32, 32, 32, 11008, max_seq_len=4096, norm_eps=1e-5),
-    "llama3.2-1b": _llama(
-        *(128256, 2048, 16, 32, 8, 8192),
-        tie_embeddings=True,
-        **_LLAMA31 | {"rope_scaling": _LLAMA31["rope_scaling"] | {"factor": 32.0}},
-    ),
+    "llama3.2-1b": _llama(128256, 2048, 16, 32, 8, 8192, **LLAMA_32),
     "llama3-8b": _llama(
-        *(128256, 4096, 32, 32, 8, 14336), max_seq_len=8192, norm_eps=1e-5, rope_theta=5e5
+        128256, 4096, 32, 32, 8, 14336, max_seq_len=8192, norm_eps=1e-5, rope_theta=5e5
     ),
-    "llama3.1-8b": _llama(128256, 4096, 32, 32, 8, 14336, **_LLAMA31),
-    "llama3.1-70b": _llama(128256, 8192, 80, 64, 8, 28672, **_LLAMA31),
-}
+    "llama3.1-8b": _llama(128256, 4096, 32, 32, 8, 14336, **LLAMA_31),
+    "llama3.1-70b": _llama(128256, 8192, 80, 64, 8, 28672, **LLAMA_31),
+}  # fmt: skip

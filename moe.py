@@ -129,7 +129,8 @@ def _check_finite(logits: Tensor) -> None:
 def expert_capacity(n_tokens: int, top_k: int, n_experts: int, factor: float) -> int:
     """Slots per expert at a capacity factor (GShard, arXiv:2006.16668); 1.0 drops no token if the
     load is even."""
-    _check(factor > 0, f"factor must be positive, not {factor}")
+    _check(0 < factor < math.inf, f"factor must be positive, not {factor}")
+    _check(n_experts > 0, f"n_experts must be positive, not {n_experts}")
     return max(1, math.ceil(factor * n_tokens * top_k / n_experts))
 
 
@@ -828,22 +829,24 @@ def grouped_experts(
     try_triton = backend == "triton" or backend == "auto" and x.is_cuda and linear is None
     if try_triton and can_use_triton(x, (w_gate_up, w_down)):
         return _triton_experts(x, weights, ids, w_gate_up, w_down)
-    _check(backend != "triton", "backend triton requires a GPU (or TRITON_INTERPRET=1), fp16, bf16 "
-           "or fp32, and for quantized weights a supported scheme and no gradient; use backend "
-           "torch")  # fmt: skip
+    _check(
+        backend != "triton",
+        "backend triton requires a GPU (or TRITON_INTERPRET=1), fp16, bf16 or fp32, and for "
+        "quantized weights a supported scheme and no gradient; use backend torch",
+    )
     return sorted_experts(x, weights, ids, w_gate_up, w_down, linear or expert_linear)
 
 
 def _check_experts(x: Tensor, weights: Tensor, ids: Tensor, w_gate_up: Any, w_down: Any) -> None:
     sizes = {name: tuple(t.shape) for name, t in (("x", x), ("ids", ids), ("weights", weights))}
-    _check(len(sizes["x"]) == 2, f"x must be (N, C), not {sizes['x']}")
+    _check(len(sizes["x"]) == 2 and sizes["x"][1] > 0, f"x must be (N, C), not {sizes['x']}")
     N, C = sizes["x"]
     ok = len(sizes["ids"]) == 2 and sizes["ids"][0] == N and sizes["ids"][1] > 0
     _check(ok, f"ids must be ({N}, K), not {sizes['ids']}")
-    _check(sizes["weights"] == sizes["ids"], f"weights {sizes['weights']} and ids {sizes['ids']} "
-           "must have one shape")  # fmt: skip
+    ok = sizes["weights"] == sizes["ids"]
+    _check(ok, f"weights {sizes['weights']} and ids {sizes['ids']} must have one shape")
     gate_up, down = tuple(w_gate_up.shape), tuple(w_down.shape)
-    ok = len(gate_up) == 3 and gate_up[1] % 2 == 0 and gate_up[2] == C
+    ok = len(gate_up) == 3 and gate_up[0] > 0 and gate_up[1] % 2 == 0 and gate_up[2] == C
     _check(ok, f"w_gate_up must be (E, 2F, {C}), not {gate_up}")
     expected = (gate_up[0], C, gate_up[1] // 2)
     _check(down == expected, f"w_down must be {expected}, not {down}")
@@ -852,8 +855,8 @@ def _check_experts(x: Tensor, weights: Tensor, ids: Tensor, w_gate_up: Any, w_do
         _check(ok, f"{name} is {w.dtype}, x {x.dtype}: cast one to the other")
     if ids.device.type == "cpu" and ids.numel() and not torch.compiler.is_compiling():
         low, high = (int(v) for v in ids.aminmax())
-        _check(low >= -1 and high < gate_up[0], f"ids range from {low} to {high}, but w_gate_up "
-               f"has {gate_up[0]} experts")  # fmt: skip
+        ok = low >= -1 and high < gate_up[0]
+        _check(ok, f"ids range from {low} to {high}, but w_gate_up has {gate_up[0]} experts")
 
 
 def has_static_shapes(module: nn.Module) -> bool:

@@ -1069,10 +1069,12 @@ A._device_properties = lambda _: (132, SHARED, arch // 10)
 make = lambda *shape, dtype=torch.bfloat16: torch.randn(*shape, dtype=dtype).requires_grad_()
 int32 = lambda *x: torch.tensor(x, dtype=torch.int32)
 
-def flash(D=128, Dv=None, dtype=torch.bfloat16, packed=False, **flags):
+def flash(D=128, Dv=None, dtype=torch.bfloat16, packed=False, grad=True, **flags):
     q, k, v = (make(1, 300, h, d, dtype=dtype) for h, d in ((4, D), (2, D), (2, Dv or D)))
     q, k, v = (x[0] if packed else x for x in (q, k, v))
-    A.flash_attention(q, k, v, **flags).sum().backward()
+    o = A.flash_attention(q, k, v, **flags)
+    if grad:
+        o.sum().backward()
 
 def decode(D=128, T=1, Hq=8, Hkv=2, **flags):
     q, k, v = make(2, T, Hq, D), make(2, 300, Hkv, D), make(2, 300, Hkv, D)
@@ -1081,7 +1083,7 @@ def decode(D=128, T=1, Hq=8, Hkv=2, **flags):
 busy = dict(window=33, softcap=5.0, alibi_slopes=torch.rand(4), sinks=make(4))
 busy |= dict(bias=make(4, 300, 300), prefix=int32(7))
 for case in cases:
-    eval(case)
+    exec(case)
 print(sorted(set(built)))
 """
 
@@ -1173,22 +1175,6 @@ def test_model_is_causal_and_sees_relative_positions():
     assert (model(tokens, torch.where(t < 12, t, t + 5)) - logits).abs().max() > 1e-3
 
 
-def test_model_gqa_equals_mha_with_repeated_heads():
-    """Grouped-query attention == multi-head attention with repeated heads, in a third of the
-    cache."""
-    config, mha = tiny(n_heads=6, n_kv_heads=2), tiny(n_heads=6, n_kv_heads=6)
-    grouped, full, tokens = random_model(config), random_model(mha), random_tokens(config, 2, 17)
-    state = grouped.state_dict()
-    for name in state:
-        if "k_proj" in name or "v_proj" in name:
-            heads = state[name].view(2, config.head_dim, -1)
-            state[name] = heads.repeat_interleave(3, 0).reshape(-1, heads.shape[-1])
-    full.load_state_dict(state)
-    close(grouped(tokens), full(tokens), 1e-5)
-    numbers = [sum(t.numel() for t in M.KVCache(c, 1, 8).k) for c in (config, mha)]
-    assert 3 * numbers[0] == numbers[1]
-
-
 def test_model_rope_is_complex_multiplication():
     """apply_rope == multiplying x_i + j x_{i+D/2} by exp(j * position * theta ** (-2i/D))."""
     config = tiny(rope_theta=500.0)
@@ -1196,7 +1182,7 @@ def test_model_rope_is_complex_multiplication():
     angle = positions[:, None] * 500.0 ** (-torch.arange(8, dtype=torch.float64) / 8)
     z = torch.complex(x[..., :8], x[..., 8:]) * torch.polar(torch.ones_like(angle), angle)[:, None]
     got = M.apply_rope(x.float(), *M.rope_cos_sin(config, positions))
-    close(got, torch.cat((z.real, z.imag), -1), 1e-5)
+    assert error(got, torch.cat((z.real, z.imag), -1)) <= 1e-5
 
 
 def test_model_pipeline_stages_equal_the_whole():
@@ -1261,9 +1247,9 @@ def test_model_mtp_with_a_cache_equals_without():
 def test_model_routing_is_fp32_under_autocast():
     """Under autocast the router selects and weights experts as in fp32."""
     moe, x = random_model(latent()).layers[1].mlp, torch.randn(200, 64, generator=seeded())
-    weights, ids = moe.route(x)
+    weights, ids = moe.select_experts(moe.router_logits(x))
     with torch.autocast("cpu", torch.bfloat16):
-        again, same = moe.route(x)
+        again, same = moe.select_experts(moe.router_logits(x))
     assert again.dtype == torch.float32 and torch.equal(weights, again) and torch.equal(ids, same)
 
 
@@ -1326,16 +1312,6 @@ def test_model_yarn_divides_each_dimension_by_its_wavelength():
         close(got, rope, 1e-4)
 
 
-def test_model_alibi_decodes_past_its_training_length():
-    """One token at a time to four times max_seq_len == the whole text at once, with the paper's
-    linear distances (arXiv:2108.12409)."""
-    config = tiny(family="sheaf", alibi=True, max_seq_len=16, n_layers=2)
-    model, tokens = random_model(config), random_tokens(config, 1, 64)
-    cache = M.KVCache(config, 1, 64)
-    steps = [model(tokens[:, i : i + 1], torch.tensor([i]), cache.attend) for i in range(64)]
-    close(torch.cat(steps, 1), model(tokens), 1e-4)
-
-
 def test_model_cosine_attention(tmp_path):
     """qk_cosine by its definition: softmax(10 tau cos(q, k)) v; saved, loaded, and over two
     ranks."""
@@ -1387,13 +1363,11 @@ def test_model_sparse_layers_are_masked():
     config = tiny(family="sheaf", sparse_layers=(0, 2), sparse_blocks=(4, 1, 1, 3))
     model, blocks = random_model(config), A.sparse_blocks(7, 7, local=1, global_=1, stride=3)
     masks = {i: A.BlockMask(blocks, 4) for i in config.sparse_layers}
-    masked = lambda spec, q, k, v, _: A.attention_reference(
-        q, k, v, block_mask=masks.get(spec.index)
-    )
+    masked = lambda spec, *qkv: A.attention_reference(*qkv[:3], block_mask=masks.get(spec.index))
     tokens = random_tokens(config, 2, 27)
-    close(model(tokens), model(tokens, attend=masked), 1e-4)
-    got = run_in_chunks(model, tokens, [9, 1, 1, 14, 2], M.KVCache(config, 2, 27))
-    close(got, model(tokens), 1e-4)
+    want = model(tokens, attend=masked)
+    cached = run_in_chunks(model, tokens, [9, 1, 1, 14, 2], M.KVCache(config, 2, 27))
+    assert error(model(tokens), want) <= 1e-4 and error(cached, want) <= 1e-4
 
 
 def test_model_cross_attention(monkeypatch):
@@ -1633,11 +1607,11 @@ def test_family_partial_rotary_in_both_layouts_equals_transformers(kind):
 @pytest.mark.parametrize("heads", [4, 6])
 def test_family_alibi_equals_transformers_with_its_bias_as_a_mask(heads):
     """ALiBi == transformers' Llama with all positions 0 (no rotation) and the bias of BLOOM's own
-    formula as an additive mask; cached decode == the full forward."""
+    formula as an additive mask, also past max_seq_len; cached decode == the full forward."""
     transformers()
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
-    config = tiny(dim=96, n_heads=heads, alibi=True, norm_eps=1e-6, family="sheaf")
+    config = tiny(dim=96, n_heads=heads, alibi=True, family="sheaf", max_seq_len=16)
     model, tokens = random_model(config), random_tokens(config, 2, 50)
     shape = SHAPE | dict(hidden_size=96, num_attention_heads=heads, head_dim=16)
     hf_model = transformers().LlamaForCausalLM(transformers().LlamaConfig(**shape)).eval()
@@ -1666,6 +1640,8 @@ def test_family_sheaf_saves_every_field(tmp_path):
     assert HF.load_checkpoint(tmp_path).config == changed
     hf = changed.to_hf()
     wrong = [("dim", "48"), ("alibi", 1), ("rotary_dim", 2.0), ("vocab_size", None)]
+    wrong += [("dim", 10**30), ("norm_eps", math.nan), ("rotary_dim", 0), ("rope_scaling", 3)]
+    wrong += [("rope_scaling", scaling | {"factor": "x"}), ("rope_scaling", scaling | {"x": 1})]
     wrong += [("sparse_layers", [1.0]), ("windows", [None, True, 8]), ("moe_layers", 1)]
     for field, value in wrong:
         with pytest.raises(ValueError, match=field):
@@ -1839,6 +1815,8 @@ BAD_CONFIGS = {  # key -> (value, the field that the error names, if it is anoth
     "use_mrope": (True, ""),
     "max_position_embeddings": (4096.0, ""),
     "rope_theta": ("10000", ""),
+    "rope_theta ": (10**400, "rope_theta"),
+    "rms_norm_eps": (-1e-5, ""),
     "eos_token_id": ([1, None], ""),
     "eos_token_id ": ("</s>", "eos_token_id"),
     "model_type": (["llama"], ""),
@@ -1865,11 +1843,14 @@ DeepseekV3 scoring_func "softmax"
 DeepseekV3 topk_method "greedy"
 DeepseekV3 num_experts_per_tok 9
 DeepseekV3 n_group 3
+DeepseekV3 n_shared_experts -1
+DeepseekV3 num_nextn_predict_layers -1
 DeepseekV3 qk_rope_head_dim 9
 Mixtral router_jitter_noise 0.1
 Mixtral num_local_experts 0
 Qwen2 layer_types ["sliding_attention","sliding_attention","sliding_attention"]
 Qwen3 layer_types ["chunked_attention","chunked_attention","chunked_attention"]
+Qwen3 layer_types [["full_attention"],["full_attention"],["full_attention"]]
 Qwen3 use_sliding_window "yes"
 Qwen3Moe decoder_sparse_step 0
 Mistral sliding_window 0
@@ -3177,9 +3158,7 @@ CORNERS = dict(  # that random sampling rarely hits
 )
 for layout in LAYOUTS:
     CORNERS[layout] = dict(sizes=[(21, 21)] * 2, layout=layout)
-for n in range(
-    17
-):  # the diagonal, the window's edge and the prefix's end at every offset in a tile
+for n in range(17):  # every offset in a tile: of the diagonal, the window's edge, the prefix's end
     CORNERS[f"diagonal_at_{n}"] = dict(heads=1, sizes=[(33, 33 + n)])
     CORNERS[f"window_and_prefix_of_{n}"] = dict(heads=1, sizes=[(33, 33)], window=1 + n, prefix=[n])
 CORNERS |= {
@@ -3262,6 +3241,7 @@ def draw_decode(seed: int) -> dict:
 MLA = dict(heads=6, scale=0.2, lengths=[53, 17])  # the values are columns of the keys
 ALIBI = dict(causal=False, alibi=True)
 DECODE_CORNERS = dict(
+    no_queries=dict(sizes=[(0, 53)], n_splits=None),
     alibi_of_both_sides=dict(ALIBI, sizes=[(5, 53)] * 2, lengths=[53, 3], n_splits=3),
     alibi_of_both_sides_full_cache=dict(ALIBI, sizes=[(3, 53)] * 2, n_splits=2),
     mla=dict(MLA, D=48, latent_dim=32, sizes=[(1, 53)] * 2, n_splits=5),
@@ -3439,7 +3419,7 @@ def test_attention_gradients_of_each_subset_of_inputs(wanted):
     full = outcome(A.flash_attention, leaves, flags, weights)
     kept = {name: leaves.pop(name) for name in wanted.split()}
     got = outcome(A.flash_attention, kept, flags | leaves, weights)
-    all_close(got, {name: full[name] for name in got}, 1e-6)
+    assert all(error(got[name], full[name]) <= 1e-6 for name in got) and len(got) == 2 + len(kept)
 
 
 @pytest.mark.parametrize("T, n_splits", [(1, 1), (1, 8), (3, 5)])
@@ -3505,6 +3485,8 @@ def test_attention_fp8_error():
 
     assert 0.02 < fp8_error(1.0) < 0.065 and 0.02 < fp8_error(1.0, causal=False) < 0.065
     assert fp8_error(8.0) < 0.5 * fp8_error(8.0, hadamard=False)
+    q, k, v = qkv(3, 0, 1)
+    assert not A.flash_attention_fp8(q, k, v).any()  # no keys
     for D in (1, 2, 16, 128):  # orthonormal, with entries of one magnitude
         h = A.hadamard_matrix(D).double().cpu()
         close(h @ h.T, torch.eye(D).double(), 1e-6)
@@ -3674,25 +3656,33 @@ def test_attention_compiled_or_checkpointed_equals_eager(graph):
         assert bitwise_equal(outcome(again, *arguments), want)
 
 
-COMPILED = ["flash()", "decode(n_splits=8)", "decode(576, Hq=128, Hkv=1, latent_dim=512)"]
-COMPILED.append("decode(n_splits=8, fixed_max=4.0, softcap=5.0, sinks=make(8))")
+# Cases whose tile sizes and code depend on the GPU: fp32, wide heads, and all flags at once, in
+# tiles so small that ptxas takes seconds, not minutes
+SOME_COMPILED = [
+    *("flash()", "decode(n_splits=8)", "decode(576, Hq=128, Hkv=1, latent_dim=512)"),
+    "decode(n_splits=8, fixed_max=4.0, softcap=5.0, sinks=make(8))",
+    "flash(256, packed=True, cu_seqlens_q=int32(0, 300), **busy)",
+    "flash(64, dtype=torch.float32)",
+]
 ALL_COMPILED = [
-    *COMPILED,
+    *SOME_COMPILED[:4],
     "flash(packed=True, cu_seqlens_q=int32(0, 300), **busy)",
     *(f"flash({D})" for D in ("16", "64", "96", "192, 128", "256")),
     *(f"flash(64, dtype=torch.{dtype})" for dtype in ("float16", "float32")),
-    "flash(causal=False)",
     "flash(64, causal=False, alibi_slopes=torch.rand(4))",
     "flash(block_mask=A.BlockMask(torch.ones(3, 3).bool(), 128), **busy)",
     *(f"decode({D}, T={T})" for D in (64, 256) for T in (1, 128)),
 ]
-# Cases whose tile sizes and code depend on the GPU: fp32, wide heads, and all flags at once, in
-# tiles so small that ptxas takes seconds, not minutes
-SOME_COMPILED = [
-    *COMPILED,
-    "flash(256, packed=True, cu_seqlens_q=int32(0, 300), **busy)",
-    "flash(64, dtype=torch.float32)",
-]
+FP8_COMPILED = ["A.flash_attention_fp8(*(make(1, 300, 4, 128).detach() for _ in range(3)))"]
+FP8_COMPILED += [f"A._quantize(make(1, 300, 4, {D}).detach(), True, True)" for D in (64, 128, 256)]
+SPECIALIZED = ["A.WARP_SPECIALIZE = True", "flash(grad=False)", "flash(64, window=33, grad=False)"]
+OTHER_LENGTHS = """  # of packed rows: the compiled kernels are reused
+for ends in ((0, 300), (0, 50, 701), (0, 7, 7, 90, 1003)):
+    q, k, v = (make(ends[-1], heads, 64) for heads in (4, 2, 2))
+    A.flash_attention(q, k, v, cu_seqlens_q=int32(*ends)).sum().backward()
+    n = n if ends[1:] != (300,) else len(built)
+    assert len(built) == n, built[n:]
+"""
 needs_interpreter = pytest.mark.skipif(not A.INTERPRET, reason="needs Triton and no GPU")
 
 
@@ -3700,41 +3690,23 @@ needs_interpreter = pytest.mark.skipif(not A.INTERPRET, reason="needs Triton and
 @needs_interpreter
 @pytest.mark.parametrize(
     "arch, cases",
-    [(90, ALL_COMPILED), (80, SOME_COMPILED), (100, SOME_COMPILED)],
-    ids=["90-all", "80-some", "100-some"],
+    [
+        (80, SOME_COMPILED),
+        (90, [*ALL_COMPILED, *FP8_COMPILED, OTHER_LENGTHS]),
+        (100, [*SOME_COMPILED, *FP8_COMPILED, *SPECIALIZED]),
+    ],
+    ids=["80", "90", "100"],
 )
 def test_attention_kernels_compile_for_gpus(arch, cases, tmp_path):
     """Without a GPU, all kernels compile to machine code for Hopper, and the largest for Ampere and
-    Blackwell, and fit into their shared memory: the interpreter checks neither."""
-    fp8 = ["A.flash_attention_fp8(*(make(1, 300, 4, 128).detach() for _ in range(3)))"]
-    fp8 += [f"A._quantize(make(1, 300, 4, {D}).detach(), True, True)" for D in (64, 128, 256)]
-    printed = compile_kernels(COMPILE, tmp_path, arch, *cases, *fp8 * (arch >= 89))
+    Blackwell, and fit into their shared memory: the interpreter checks neither. Packed rows of
+    other lengths do not recompile. WARP_SPECIALIZE: the loop over keys is split over warps."""
+    printed = compile_kernels(COMPILE, tmp_path, arch, *cases)
     names = ["_backward", "_bias", "_combine", "_delta", "_forward", *["_quantize"] * (arch >= 89)]
     assert printed.strip() == str([name + "_kernel" for name in names])
-
-
-@pytest.mark.slow
-@needs_interpreter
-def test_attention_forward_is_warp_specialised_on_blackwell(tmp_path):
-    """WARP_SPECIALIZE: compiled for sm_100, the loop over keys is split over groups of warps."""
-    cases = ["setattr(A, 'WARP_SPECIALIZE', True)", "flash()", "flash(D=64)", "flash(window=33)"]
-    compile_kernels(COMPILE, tmp_path, 100, *cases)
     kernels = [path.read_text() for path in tmp_path.rglob("_forward_kernel.ttgir")]
-    assert len(kernels) == 3 and all("ttg.warp_specialize" in text for text in kernels)
-
-
-@pytest.mark.slow
-@needs_interpreter
-def test_attention_packed_lengths_do_not_recompile(tmp_path):
-    """Packed rows with other lengths, or more sequences, reuse the compiled kernels."""
-    packs = """
-for ends in ((0, 300), (0, 50, 701), (0, 7, 7, 90, 1003)):
-    q, k, v = (make(ends[-1], heads, 64) for heads in (4, 2, 2))
-    A.flash_attention(q, k, v, cu_seqlens_q=int32(*ends)).sum().backward()
-    print(built.count("_forward_kernel"), built.count("_backward_kernel"))
-"""
-    printed = compile_kernels(COMPILE + packs, tmp_path, 90)
-    assert printed.splitlines()[1:] == ["1 1"] * 3
+    specialized = [text for text in kernels if "ttg.warp_specialize" in text]
+    assert len(specialized) == (2 if arch == 100 else 0)
 
 
 @pytest.mark.parametrize("op", ["forward", "backward", "decode"])
@@ -3760,7 +3732,7 @@ VISIT, OTHER = torch.ones(1, 1, dtype=torch.bool, device=DEVICE), DTYPES[1]
 DENSE_BAD = dict(  # argument -> bad values; the message names it
     v=[normal(2, 9, 1, 16), normal(2, 8, 2, 16), normal(2, 9, 2, 16, dtype=OTHER)],
     k=[normal(2, 9, 2, 24), normal(2, 9, 2, 16, dtype=OTHER)],
-    q=[normal(2, 7, 4, 16).long(), normal(2, 7, 3, 16)],
+    q=[normal(2, 7, 4, 16).long(), normal(2, 7, 3, 16), normal(2, 7, 4, 0)],
     window=[0, -3, 5.0],
     scale=[0.0, -1.0, math.nan],
     softcap=[0.0, -5.0, INF],
@@ -3774,6 +3746,7 @@ DENSE_BAD = dict(  # argument -> bad values; the message names it
         A.BlockMask(VISIT.expand(3, 1, 1), 16),
         A.BlockMask(VISIT.float(), 16),
         A.BlockMask(VISIT, 0),
+        VISIT,
     ],
 )
 PACKED_BAD = dict(
@@ -3806,10 +3779,14 @@ REFUSED |= {
     for what, changes, word in (
         ("another batch", dict(k=normal(1, 9, 2, 16), v=normal(1, 9, 2, 16)), "k"),
         ("integers", {name: DENSE[name].long() for name in "qkv"}, "q"),
+        ("8 bit floats", {name: DENSE[name].to(E4M3) for name in "qkv"}, "q"),
         ("packed without cu_seqlens", {name: PACKED[name] for name in "qkv"}, "q"),
         ("cu_seqlens without packed", dict(cu_seqlens_q=int32(0, 7)), "q"),
     )
 }
+for n in (0, -1):
+    for attend in (A.online_attention, A.chunked_attention):
+        REFUSED[f"attention: {attend.__name__} {n}"] = partial(attend, **DENSE, chunk=n), "chunk"
 REFUSED["attention: packed decode"] = partial(A.decode_attention, **PACKED), "cu_seqlens_q"
 REFUSED["attention: pack nothing"] = partial(A.pack, []), "sequences"
 for n in (0, 24, -8):
@@ -8536,9 +8513,10 @@ for dtype, value in ((torch.float32, math.nan), (torch.bfloat16, INF), (torch.fl
 for n in (0, 41):
     call = partial(O.expert_choice, MOE_LOGITS, n)
     REFUSED[f"moe: expert_choice, capacity {n}"] = call, rf"capacity.*{n}"
-for factor in (0, -1.0):
+for factor in (0, -1.0, INF):
     call = partial(O.expert_capacity, 8, 2, 4, factor)
     REFUSED[f"moe: expert_capacity, factor {factor}"] = call, "factor"
+REFUSED["moe: expert_capacity of 0"] = partial(O.expert_capacity, 8, 2, 0, 1.0), "n_experts"
 MOE_NO_IDS = torch.zeros(2, 1), torch.zeros(2, 1, dtype=torch.long), 4
 REFUSED |= {
     "moe: limit_capacity, capacity": (lambda: O.limit_capacity(*MOE_NO_IDS, 0), "capacity"),
@@ -8757,7 +8735,7 @@ def moe_exact(args, wanted=MOE_LEAVES, grad_out=None) -> dict[str, torch.Tensor]
     return moe_outcome(moe_loop, moe_cast(args, torch.float64), wanted, grad_out)
 
 
-def moe_agree(got: dict, want: dict, limit: float = 1e-5) -> None:
+def moe_assert_close(got: dict, want: dict, limit: float = 1e-5) -> None:
     """Each tensor is within a relative error, and 0 wherever the wanted value is exactly 0: in
     rows without an expert, experts without a token, weights of padding."""
     assert got.keys() == want.keys()
@@ -8784,7 +8762,7 @@ def moe_check(experts, args, limit=1e-5, **more) -> None:
     """Output and gradients equal the fp64 loop's, with uninitialized memory full of NaN."""
     with moe_nan_filled_memory():
         got = moe_outcome(experts, args, **more)
-    moe_agree(got, moe_exact(args, **more), limit)
+    moe_assert_close(got, moe_exact(args, **more), limit)
 
 
 MOE_CASES = {  # n, c, f, e, k, which experts
@@ -8882,7 +8860,7 @@ def test_moe_experts_are_deterministic(backend):
 
     experts = MOE_BACKENDS[backend]
     first = outcome(experts, torch.clone)
-    moe_agree(first, outcome(M.loop_experts, torch.Tensor.double))
+    moe_assert_close(first, outcome(M.loop_experts, torch.Tensor.double))
     other_memory = [torch.full((i * 37 + 5,), 3.0) for i in range(20)]
     assert bitwise_equal(outcome(experts, torch.clone), first) and len(other_memory) == 20
     leaves = [t.clone().requires_grad_() for t in (weights, *stacks)]
@@ -8904,12 +8882,12 @@ def test_moe_experts_keep_nan_in_its_row(backend):
     want = moe_exact(args)
     args[1] = args[1].masked_fill(args[2] < 0, math.nan)
     args[1][6, 0], args[0][5] = INF, math.nan
-    moe_agree(moe_outcome(experts, args), want)
+    moe_assert_close(moe_outcome(experts, args), want)
     args[0][7, 3], args[1][11, 1] = math.nan, INF
     got = experts(*args)
     assert got[7].isnan().all() and not got[11].isfinite().any()
     rest = [i for i in range(33) if i not in (7, 11)]
-    moe_agree({"o": got[rest]}, {"o": want["o"][rest]})
+    moe_assert_close({"o": got[rest]}, {"o": want["o"][rest]})
 
 
 @pytest.mark.skipif(not O.INTERPRET, reason="needs Triton and no GPU")
@@ -8957,7 +8935,7 @@ def test_moe_padded_experts_equal_grouped_experts_with_limited_capacity(capacity
 
         with moe_nan_filled_memory():
             got = moe_outcome(lambda *a: O.padded_experts(*a, capacity), args)
-        moe_agree(got, moe_outcome(limited, args))
+        moe_assert_close(got, moe_outcome(limited, args))
     assert O.padded_experts(*moe_inputs(19, 0, 16, 8, 4, 3), capacity).shape == (0, 16)
 
 
@@ -8968,10 +8946,10 @@ def moe_call(backend="auto", **changes):
 
 
 MOE_SHAPES_REFUSED = {
-    "x": [(16,), (2, 3, 16), (6, 15), (7, 16)],
+    "x": [(16,), (2, 3, 16), (6, 15), (7, 16), (6, 0)],
     "weights": [(6, 1), (6,)],
     "ids": [(5, 2), (6,), (6, 0)],
-    "w_gate_up": [(3, 15, 16), (3, 16, 15), (16, 16)],
+    "w_gate_up": [(3, 15, 16), (3, 16, 15), (16, 16), (0, 16, 16)],
     "w_down": [(3, 15, 8), (3, 16, 7), (4, 16, 8), (16, 8)],
 }
 for name, shapes in MOE_SHAPES_REFUSED.items():
@@ -9056,7 +9034,7 @@ def test_moe_quantized_experts_equal_the_loop(scheme, options, shape):
     ):
         got = experts(*args)
         assert got.dtype == args[0].dtype
-        moe_agree({"o": got}, want, most)
+        moe_assert_close({"o": got}, want, most)
         assert experts(*(t[:0] for t in args[:3]), *args[3:]).shape == (0, shape[1])
         assert not experts(*args[:2], torch.full_like(args[2], -1), *args[3:]).any()
 
@@ -9126,7 +9104,7 @@ def test_moe_model_on_grouped_experts_trains_the_same(config, options):
     assert torch.equal(copy.deepcopy(alone)(x), model.layers[2].mlp(x))
     got = outcome(model)
     assert any("router" in name for name in got)
-    moe_agree(got, outcome(plain), 1e-4)
+    moe_assert_close(got, outcome(plain), 1e-4)
 
 
 REFUSED |= {
@@ -9158,6 +9136,7 @@ def test_moe_upcycled_experts_are_copies_of_the_dense_layer():
 
 MOE_COMPILE = """
 from types import SimpleNamespace
+import moe as O
 
 O.can_use_triton = lambda *_: True
 bf, h, f32, int8, f8 = torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.float8_e4m3fn
@@ -9198,10 +9177,7 @@ def test_moe_kernels_compile_for_gpus(arch, cases, tmp_path):
     """Kernels compile to machine code for Ampere, Hopper and Blackwell within their shared memory;
     another load, or more tokens of the same kind, do not recompile."""
     again = ["n = len(built)", "go(4096)", "assert len(built) == n, built[n:]"]
-    code = COMPILE.replace("import attention as A\n", "import attention as A, moe as O\n")
-    code = code.replace("busy = dict", MOE_COMPILE + "\nbusy = dict", 1)
-    code = code.replace("    eval(case)", "    exec(case)")
-    printed = compile_kernels(code, tmp_path, arch, *cases, *again)
+    printed = compile_kernels(COMPILE, tmp_path, arch, MOE_COMPILE, *cases, *again)
     kernels = ("add_slots", "down_backward", "down", "gate_up", "tiles", "weight_grad")
     assert printed.strip() == str([f"_{name}_kernel" for name in kernels])
     assert min(load_buffers(tmp_path, "_weight_grad_kernel")) >= 2
@@ -9226,7 +9202,7 @@ def test_moe_experts_fuzz(backend, seed):
     loop = moe_outcome(moe_loop, args, wanted)
     for name, b in want.items():  # a few values may cancel: then as accurate as the fp32 loop
         limit = 4 * relative(loop[name].double(), b) if b.any() else 0
-        moe_agree({name: got[name]}, {name: b}, max(1e-5, limit))
+        moe_assert_close({name: got[name]}, {name: b}, max(1e-5, limit))
 
 
 @pytest.mark.slow
@@ -9243,7 +9219,7 @@ def test_moe_quantized_experts_fuzz(seed):
     options = dict(group_size=size) if scheme == "int4" else {}
     for dtype, limit in ((torch.float32, 1e-5), (torch.float16, 5e-3)):
         args, plain = moe_quantized(scheme, inputs, dtype, **options)
-        moe_agree({"o": MOE_BACKENDS["triton"](*args)}, moe_exact(plain, ()), limit)
+        moe_assert_close({"o": MOE_BACKENDS["triton"](*args)}, moe_exact(plain, ()), limit)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -26096,7 +26072,7 @@ def ep_check(case: EpCase, results: list) -> None:
         given = {name: got[name] for name in expected}
         if case.inner == "loop":  # which leaves None without tokens
             given = {n: torch.zeros_like(expected[n]) if t is None else t for n, t in given.items()}
-        moe_agree(given, expected, tolerance)
+        moe_assert_close(given, expected, tolerance)
 
 
 @pytest.mark.parametrize("name", [*EP_EQUAL, *EP_BYTES, *EP_ORDER, *EP_ORDERS])
