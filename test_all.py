@@ -13827,8 +13827,10 @@ def test_traces_are_described_and_kept_by_the_command(tmp_path):
     assert [*TR.read_trace(tmp_path / "out.jsonl")] == [*TR.generate(TRACES["rag"], 3)]
     shared = int(re.search(r"(\d+)% of n_prompt", done.stdout)[1])
     assert "40 requests of 1 clients" in done.stdout and 40 < shared < 99
-    done = run(FILES["traces"], "poison:n=3")
-    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "conversations" in done.stderr
+    bad = (["poison:n=3"], "conversations"), (["rag", "", "x"], "SEED"), (["rag", "", "1", "2"], "'2'")
+    for argv, word in bad:
+        done = run(FILES["traces"], *argv)
+        assert done.returncode == 1 and done.stderr.count("\n") == 1 and word in done.stderr
 
 
 # --------------------------------------------------------------------------------------------------
@@ -14141,10 +14143,14 @@ def test_simulate_program(tmp_path, capsys):
         (["random", "--device", "abacus"], "--device abacus h100"),
         (["random", "--model", "llama3-405b"], "--model llama3-405b fit"),
         (["random", "--cost", "README.md"], "--cost README.md --calibrate"),
-        (["random", "--blocks", "2"], "--blocks KV"), (["random", "--blocks", "0"], "--blocks and"),
-        (["random", "--slo", "1"], "slo A:B"),
+        (["random", "--blocks", "2"], "--blocks KV"), (["random", "--blocks", "0"], "--blocks 1"),
+        (["random", "--blocks", "9" * 14], "--blocks 10000000"),
+        (["random", "--block-size", "0"], "--block-size 1"),
+        (["random", "--slo", "1"], "--slo A:B"),
+        (["random", "--plot", "/nowhere/x.png"], "--plot /nowhere/x.png folder"),
         (["random", "--tp", "2"], "--tp --engine"),
         (["random", "--replicas", "0"], "--replicas"),
+        (["random", "--replicas", "9" * 9], "--replicas 9999"),
         (["random", "--pools", "1:0"], "--pools P:D:flip 1:0"),
         (["random", "--pools", "1:1", "--replicas", "2"], "--pools --replicas"),
         (["random", "--pools", "1:1", "--lend", "--kv-swap"], "--pools --lend"),
@@ -14557,6 +14563,7 @@ for trace_text, trace_words in {
     "random:n=3+": "'3\\+'",
     "random:n=3+rag:m=1": "rag: 'm' is not a field; use n, rate, .*zipf",
     "random:n=0": "random: n must be at least 1, not 0",
+    "random:n=3,n=4": "random: n is given twice",
     "random:n=2.5": "random: n must be an integer, not '2.5'",
     "random:n": "random: n must be an integer, not ''",
     "rag:rate=0": "rag: rate must be at least 1e-09, not 0",
@@ -15275,7 +15282,8 @@ REFUSED |= {
         "deadline:slos.a=nan": r"slos\.a", "deadline:group_size=0": "group_size",
         "slo-mix:slo=0": "slo", "slo-mix:base=-1": "base", "slo-mix:per_token=inf": "per_token",
         "s3:buckets=0": "buckets", "s3:deviations=-1": "deviations", "rag-cache:x=1": "'x'",
-        "rag-cache:key_cost=-1": "key_cost",
+        "rag-cache:key_cost=-1": "key_cost", "s3:buckets=2,buckets=3": "buckets .* twice",
+        "fair:weights.a=1,weights.a=2": r"weights\.a .* twice",
     }.items()
 }  # fmt: skip
 

@@ -282,12 +282,15 @@ def _generate(description: str, seed: int, part: int) -> Iterator[Arrival]:
         raise ValueError(f"{name!r} is not a generator; use {', '.join(GENERATORS)}")
     parameters = inspect.signature(GENERATORS[name]).parameters.values()
     own = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
-    values = COMMON | own
+    defaults, values = COMMON | own, {}
     for item in filter(None, rest.split(",")):
         field, _, text = item.partition("=")
-        if field not in values:
-            raise ValueError(f"{name}: {field!r} is not a field; use {', '.join(values)}")
-        values[field] = _parse_field(name, field, text, values[field])
+        if field not in defaults:
+            raise ValueError(f"{name}: {field!r} is not a field; use {', '.join(defaults)}")
+        if field in values:
+            raise ValueError(f"{name}: {field} is given twice; give it once")
+        values[field] = _parse_field(name, field, text, defaults[field])
+    values = defaults | values
     rng, rng_times = (random.Random(f"{seed} {part} {kind}") for kind in ("prompts", "times"))
     times = arrival_times(values["n"], values["rate"], values["cv"], rng_times)
     if values["swing"]:
@@ -509,7 +512,12 @@ def write_trace(path: Path, arrivals: Iterable[Arrival]) -> None:
             file.write(json.dumps(values) + "\n")
 
 
-def main(source: str = "conversations:n=200,tools=1", out: str = "", seed: str = "0") -> None:
+def main(
+    source: str = "conversations:n=200,tools=1", out: str = "", seed: str = "0", *more: str
+) -> None:
+    if more or not re.fullmatch(r"-?[0-9]{1,18}", seed):
+        given = f"{more[0]!r} is too much" if more else f"SEED must be an integer, not {seed!r}"
+        raise ValueError(f"{given}; usage: python serving/traces.py TRACE [OUT.jsonl] [SEED]")
     trace, n_shared, seen = list(open_trace(source, int(seed))), 0, set()
     if out:
         write_trace(Path(out), trace)
@@ -528,6 +536,6 @@ def main(source: str = "conversations:n=200,tools=1", out: str = "", seed: str =
 
 if __name__ == "__main__":
     try:
-        main(*sys.argv[1:4])
+        main(*sys.argv[1:])
     except (OSError, ValueError) as e:
         raise SystemExit(f"error: {e}") from None
