@@ -14147,7 +14147,7 @@ def test_simulate_program(tmp_path, capsys):
         (["random", "--blocks", "9" * 14], "--blocks 10000000"),
         (["random", "--block-size", "0"], "--block-size 1"),
         (["random", "--slo", "1"], "--slo A:B"),
-        (["random", "--plot", "/nowhere/x.png"], "--plot /nowhere/x.png folder"),
+        (["random", "--plot", "README.md/x.png"], "--plot README.md/x.png folder"),
         (["random", "--tp", "2"], "--tp --engine"),
         (["random", "--replicas", "0"], "--replicas"),
         (["random", "--replicas", "9" * 9], "--replicas 9999"),
