@@ -173,15 +173,9 @@ def _shared(texts: Iterator[int], tokens: int) -> Prompt:
 
 
 def random_prompts(
-    times: Iterable[float],
-    rng: random.Random,
-    texts: Iterator[int],
-    owners: Owners,
-    *,
-    input: Lengths = Lengths("200/900"),
-    output: Lengths = Lengths("100/400"),
-    prefix: int = 0,
-) -> Iterator[Arrival]:
+    times: Iterable[float], rng: random.Random, texts: Iterator[int], owners: Owners, *,
+    input: Lengths = Lengths("200/900"), output: Lengths = Lengths("100/400"), prefix: int = 0,
+) -> Iterator[Arrival]:  # fmt: skip
     """Unrelated prompts, after the same `prefix` tokens."""
     shared = _shared(texts, prefix)
     for time in times:
@@ -190,21 +184,11 @@ def random_prompts(
 
 
 def conversations(
-    times: Iterable[float],
-    rng: random.Random,
-    texts: Iterator[int],
-    owners: Owners,
-    *,
-    system: int = 200,
-    input: Lengths = Lengths("50/200"),
-    output: Lengths = Lengths("100/400"),
-    turns: Lengths = Lengths("1:8"),
-    pause: float = 10.0,
-    speed: float = 20.0,
-    tools: int = 0,
-    tool_seconds: float = 1.0,
-    tool_tokens: Lengths = Lengths("100/500"),
-) -> Iterator[Arrival]:
+    times: Iterable[float], rng: random.Random, texts: Iterator[int], owners: Owners, *,
+    system: int = 200, input: Lengths = Lengths("50/200"), output: Lengths = Lengths("100/400"),
+    turns: Lengths = Lengths("1:8"), pause: float = 10.0, speed: float = 20.0, tools: int = 0,
+    tool_seconds: float = 1.0, tool_tokens: Lengths = Lengths("100/500"),
+) -> Iterator[Arrival]:  # fmt: skip
     """Conversations that start at `times`: each turn's prompt is the previous one, its output and
     `input` new tokens. The next turn comes once the output has been generated at `speed` tokens per
     second, and after an exponential pause. Each output has `tools` tool calls of exponential
@@ -232,19 +216,11 @@ def conversations(
 
 
 def rag(
-    times: Iterable[float],
-    rng: random.Random,
-    texts: Iterator[int],
-    owners: Owners,
-    *,
-    system: int = 100,
-    documents: int = 1000,
-    zipf: float = 1.0,
-    top: int = 2,
-    document: Lengths = Lengths("400/1500"),
-    input: Lengths = Lengths("30/100"),
+    times: Iterable[float], rng: random.Random, texts: Iterator[int], owners: Owners, *,
+    system: int = 100, documents: int = 1000, zipf: float = 1.0, top: int = 2,
+    document: Lengths = Lengths("400/1500"), input: Lengths = Lengths("30/100"),
     output: Lengths = Lengths("100/400"),
-) -> Iterator[Arrival]:
+) -> Iterator[Arrival]:  # fmt: skip
     """Questions after a system prompt and up to `top` different documents. The k-th most popular
     document is retrieved in proportion to k ** -zipf, and always has the same length."""
     shared = _shared(texts, system)
