@@ -425,9 +425,10 @@ class Scheduler:
         policy: Callable[[Sequence], Any] = fcfs, kv_swap: bool = False, continuous: bool = True,
         max_blocks: int | None = None,
     ):  # fmt: skip
+        ok = _is_int(max_num_seqs) and 1 <= max_num_seqs <= max_num_batched_tokens
         _check(
-            1 <= max_num_seqs <= max_num_batched_tokens,
-            f"max_num_seqs {max_num_seqs} must be from 1 to max_num_batched_tokens "
+            ok and _is_int(max_num_batched_tokens),
+            f"max_num_seqs {max_num_seqs} must be an integer from 1 to max_num_batched_tokens "
             f"({max_num_batched_tokens}): every running sequence has a token in each step",
         )
         self.allocator, self.block_size = allocator, allocator.block_size
@@ -1528,7 +1529,8 @@ def paged_attention(
         latent_dim=latent_dim, scale=scale, window=window, softcap=softcap,
         alibi_slopes=alibi_slopes, sinks=sinks,
     )  # fmt: skip
-    _check(n_splits is None or n_splits > 0, f"n_splits must be positive, not {n_splits}")
+    ok = n_splits is None or (_is_int(n_splits) and n_splits > 0)
+    _check(ok, f"n_splits must be a positive integer, not {n_splits}")
     if _uses_kernel(q) or torch.compiler.is_compiling():
         o, lse = _paged_op(q, *p, *options, n_splits or 0, return_lse)
     else:
@@ -1550,8 +1552,9 @@ def _check_args(
 ) -> tuple[Tensor, _Pages, _ScoreOptions]:  # fmt: skip
     """Validated, contiguous arguments. ValueError names the argument at fault."""
     shape = lambda x: None if x is None else tuple(x.shape)
-    ok = q.dim() == 3 and k.dim() == 4
+    ok = q.dim() == 3 and k.dim() == 4 and 0 not in (*q.shape[1:], *k.shape[1:])
     _check(ok, f"q {shape(q)} must be (N, Hq, D), k {shape(k)} (blocks, block_size, Hkv, D)")
+    _check(lengths.dim() == 1, f"lengths must be (R,), not {shape(lengths)}")
     (_, Hq, D), R = q.shape, len(lengths)
     _check(k.shape[3] == D and Hq % k.shape[2] == 0, f"k {shape(k)} does not fit q {shape(q)}")
     _check((v is None) == (latent_dim is not None), "pass either v or latent_dim")
@@ -1560,7 +1563,7 @@ def _check_args(
     _check(ok, f"latent_dim must be from 1 to k's {D}, not {latent_dim}")
     for name, x, wanted in (
         ("cu_seqlens", cu_seqlens, (R + 1,)),
-        ("block_table", block_table, (R, block_table.shape[-1])),
+        ("block_table", block_table, (R, *block_table.shape[-1:])),
         ("k_scale", k_scale, k.shape[:3]),
         ("v_scale", v_scale, k.shape[:3]),
         ("alibi_slopes", alibi_slopes, (Hq,)),
@@ -1568,8 +1571,9 @@ def _check_args(
     ):
         _check(x is None or x.shape == wanted, f"{name} must be {tuple(wanted)}, not {shape(x)}")
     _check((k_scale is None) == (v_scale is None) or v is None, "k_scale requires v_scale")
-    for name, x in (("window", window), ("softcap", softcap)):
-        _check(x is None or x > 0, f"{name} must be positive, not {x}")
+    ok = window is None or (_is_int(window) and window > 0)
+    _check(ok, f"window must be a positive integer, not {window}")
+    _check(softcap is None or softcap > 0, f"softcap must be positive, not {softcap}")
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     v = v if v is None or v.stride(-1) == 1 else v.contiguous()
     if v_scale is not None and v_scale.stride() != k_scale.stride():

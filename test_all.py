@@ -4091,6 +4091,13 @@ for paged_field, paged_changes in [
     ("latent_dim", dict(v=None, latent_dim=17)),
     ("cu_seqlens", dict(cu_seqlens=torch.tensor([0, 3]))),
     ("block_table", dict(block_table=(3, 3))),
+    ("block_table", dict(block_table=())),
+    ("lengths", dict(lengths=(2, 1))),
+    ("q", dict(q=(3, 4, 0), k=(5, 4, 2, 0), v=(5, 4, 2, 0))),
+    ("k", dict(k=(5, 4, 0, 16), v=(5, 4, 0, 16))),
+    ("k", dict(k=(5, 0, 2, 16), v=(5, 0, 2, 16))),
+    ("window", dict(window=1.5)),
+    ("n_splits", dict(n_splits=1.5)),
     ("k_scale", dict(k_scale=(5, 4), v_scale=(5, 4, 2))),
     ("v_scale", dict(k_scale=(5, 4, 2), v_scale=(5, 4, 1))),
     ("v_scale", dict(k_scale=(5, 4, 2))),
@@ -5444,6 +5451,8 @@ for paged_changes in [
     *(dict(max_num_seqs=x) for x in (0, 65)),
     dict(kv_dtype="int4"),
     *(dict(speculate_k=x) for x in (-1, 1.5, True, None, "4")),
+    *(dict(max_num_seqs=x) for x in (2.5, True)),
+    dict(max_num_batched_tokens=64.5),
 ]:
     paged_changes = dict(max_num_batched_tokens=64) | paged_changes
     *_, paged_field = paged_changes
@@ -13484,6 +13493,8 @@ def test_length_batching_steps_are_those_of_the_engine(serving_without_kernels):
 
 
 REFUSED["length_batching: max_batch"] = lambda: LB.partition([1], min, 0), "max_batch .* not 0"
+for name, lengths, sizes in ("lengths", (), (1,)), ("sizes", (1, 2), (4, 4)):
+    REFUSED[f"length_batching: {name}"] = partial(LB.measured_cost, min, lengths, sizes), name
 
 
 class ServingTokenizer(K.DummyTokenizer):
