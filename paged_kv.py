@@ -425,9 +425,10 @@ class Scheduler:
         policy: Callable[[Sequence], Any] = fcfs, kv_swap: bool = False, continuous: bool = True,
         max_blocks: int | None = None,
     ):  # fmt: skip
+        ok = _is_int(max_num_seqs) and 1 <= max_num_seqs <= max_num_batched_tokens
         _check(
-            1 <= max_num_seqs <= max_num_batched_tokens,
-            f"max_num_seqs {max_num_seqs} must be from 1 to max_num_batched_tokens "
+            ok and _is_int(max_num_batched_tokens),
+            f"max_num_seqs {max_num_seqs} must be an integer from 1 to max_num_batched_tokens "
             f"({max_num_batched_tokens}): every running sequence has a token in each step",
         )
         self.allocator, self.block_size = allocator, allocator.block_size
@@ -698,10 +699,10 @@ class Scheduler:
         return 0 if seq.adapter is None else seq.adapter.root
 
     def cached_prefix(self, seq: Sequence) -> list[int]:
-        """The blocks of the prefix tree with a sequence's first tokens, as many as it can share."""
-        blocks, node = [], self._root(seq)
-        for at in range(0, self._num_shareable_blocks(seq) * self.block_size, self.block_size):
-            block = self.allocator.find(node, tuple(seq.tokens[at : at + self.block_size]))
+        """The blocks of the prefix tree with a sequence's next tokens, as many as it can share."""
+        blocks, node = [], seq.prefix_node if seq.running else self._root(seq)
+        for i in range(seq.num_cached_blocks, self._num_shareable_blocks(seq)):
+            block = self.allocator.find(node, self._block_tokens(seq, i))
             if block is None:
                 break
             blocks.append(block)
@@ -711,15 +712,10 @@ class Scheduler:
     def _match_prefix(self, seq: Sequence) -> None:
         """Share the blocks of its next tokens that are in the prefix tree. Those computed in this
         same step count too: every layer writes all keys before it reads any."""
-        n = self._num_shareable_blocks(seq)
-        while seq.num_computed_tokens == seq.num_cached_blocks * self.block_size:
-            if seq.num_cached_blocks >= n:
-                return
-            block = self.allocator.find(seq.prefix_node, self._next_block_tokens(seq))
-            if block is None:
-                return
-            self._use_cached_block(seq, block)
-            seq.num_computed_tokens = min(seq.num_written_tokens, len(seq.tokens) - 1)
+        if seq.num_computed_tokens == seq.num_cached_blocks * self.block_size:
+            for block in self.cached_prefix(seq):
+                self._use_cached_block(seq, block)
+                seq.num_computed_tokens = min(seq.num_written_tokens, len(seq.tokens) - 1)
 
     def _num_shareable_blocks(self, seq: Sequence) -> int:
         """Its first blocks that may be read from the prefix tree: before the tokens that are run
@@ -735,7 +731,8 @@ class Scheduler:
         if not self.allocator.prefix_cache:
             return
         while (seq.num_cached_blocks + 1) * self.block_size <= seq.num_computed_tokens + n:
-            tokens, block = self._next_block_tokens(seq), seq.block_table[seq.num_cached_blocks]
+            i = seq.num_cached_blocks
+            tokens, block = self._block_tokens(seq, i), seq.block_table[i]
             found = self.allocator.find(seq.prefix_node, tokens)
             if found is not None:
                 self._use_cached_block(seq, found)
@@ -744,9 +741,8 @@ class Scheduler:
                 seq.num_cached_blocks += 1
                 plan.newly_cached.append(block)
 
-    def _next_block_tokens(self, seq: Sequence) -> tuple[int, ...]:
-        at = seq.num_cached_blocks * self.block_size
-        return tuple(seq.tokens[at : at + self.block_size])
+    def _block_tokens(self, seq: Sequence, i: int) -> tuple[int, ...]:
+        return tuple(seq.tokens[i * self.block_size : (i + 1) * self.block_size])
 
     def _use_cached_block(self, seq: Sequence, block: int) -> None:
         """Append a block of the prefix tree to its cached blocks, replacing its own there."""
@@ -916,20 +912,16 @@ class PagedKVCache:
         if spec.index in self.windowed:
             step = step._replace(slots=step.ring_slots, block_table=step.ring_table)
         self._store(spec.index, step.slots, spec.latent if spec.latent is not None else k, v)
-        pages, scales = self.pages[spec.index], self.scales[spec.index] if self.scales else None
-        flat = q.flatten(0, 1)
+        # (blocks, block_size, Hkv, ...) of keys and values; None where there are none
+        by_slot = lambda tensors: (*tensors[spec.index].movedim(1, 3), None)[:2]
+        pages = (*by_slot(self.pages), *(by_slot(self.scales) if self.scales else (None, None)))
+        pages = _Pages(*pages, step.block_table, step.cu_seqlens, step.lengths, spec.latent_dim)
         options = {name: getattr(spec, name) for name in _ScoreOptions._fields}
-        if spec.expand is not None:
-            o = self._expanded_attention(spec, flat, step, options)
-        else:
-            by_slot = lambda x: x.movedim(0, 2)  # (blocks, block_size, Hkv, ...)
-            o = paged_attention(
-                flat, by_slot(pages[0]), by_slot(pages[1]) if len(pages) > 1 else None,
-                step.block_table, step.cu_seqlens, step.lengths, latent_dim=spec.latent_dim,
-                k_scale=None if scales is None else by_slot(scales[0]),
-                v_scale=None if scales is None or len(pages) == 1 else by_slot(scales[1]),
-                **options,
-            )  # fmt: skip
+        if spec.expand is None:
+            o = paged_attention(q.flatten(0, 1), **pages._asdict(), **options)
+        else:  # too slow to decode with; the Engine selects the absorbed form
+            options = _ScoreOptions(**options)
+            o, _ = _reference(q.flatten(0, 1), pages, options, spec.expand, v.shape[-1])
         return o.view(*q.shape[:3], -1)
 
     def _store(self, layer: int, slots: Tensor, *new: Tensor) -> None:
@@ -943,24 +935,6 @@ class PagedKVCache:
                 x = x.float() / scale[..., None]
                 x = x.round() if pages.dtype == torch.int8 else x
             _raw(pages).index_copy_(1, slots, _raw(x.to(pages.dtype)))
-
-    def _expanded_attention(
-        self, spec: Any, q: Tensor, step: Step, options: dict[str, Any]
-    ) -> Tensor:
-        """Unabsorbed latent attention: expands all latents of a sequence to heads, one sequence at
-        a time. Too slow to decode with; the Engine selects the absorbed form."""
-        pages = self.pages[spec.index]
-        scales = self.scales[spec.index] if self.scales else None
-        out, cu = [], step.cu_seqlens.tolist()
-        for table, begin, end, length in zip(step.block_table, cu, cu[1:], step.lengths.tolist()):
-            used = table[: -(-length // self.block_size)]
-            k_scale = None if scales is None else scales[0].movedim(0, 2)
-            latent = _gather(pages[0].movedim(0, 2), k_scale, used, 1, q.dtype)  # (1, 1, S, R)
-            k, v = spec.expand(latent[:, 0, :length, None])
-            o, _ = _dense_attention(q[begin:end], k[0], v[0], **options)
-            out.append(o)
-        out.append(o.new_zeros(len(q) - cu[-1], *o.shape[1:]))
-        return torch.cat(out)
 
     def copy(self, pairs: list[tuple[int, int]], windowed: bool = False) -> None:
         """Copy blocks; pairs: (source, destination). windowed: of the layers with ring buffers."""
@@ -1082,20 +1056,23 @@ class _ScoreOptions(NamedTuple):
     sinks: Tensor | None
 
 
-def _reference(q: Tensor, p: _Pages, options: _ScoreOptions) -> tuple[Tensor, Tensor]:
-    """One sequence at a time: gather its KV, then _dense_attention."""
-    Dv = p.latent_dim or p.v.shape[3]
+def _reference(
+    q: Tensor, p: _Pages, options: _ScoreOptions, expand: Callable | None = None, Dv: int = 0
+) -> tuple[Tensor, Tensor]:
+    """One sequence at a time: gather its KV, then _dense_attention. expand: unabsorbed latent
+    attention, from latents (1, S, 1, D) to keys and values (1, S, Hq, ...), these with Dv columns.
+    """
+    Dv = Dv or p.latent_dim or p.v.shape[3]
     o, lse = q.new_zeros(*q.shape[:2], Dv), q.new_full(q.shape[:2], -math.inf, dtype=torch.float32)
-    cu, flags = p.cu_seqlens.tolist(), options._asdict()
+    cu, dtype = p.cu_seqlens.tolist(), torch.promote_types(q.dtype, torch.float32)
     for table, begin, end, length in zip(p.block_table, cu, cu[1:], p.lengths.tolist()):
         if end > begin:
             used = table[: -(-length // p.k.shape[1])]
-            dtype = torch.promote_types(q.dtype, torch.float32)
-            k = _gather(p.k, p.k_scale, used, 1, dtype)[0, :, :length].transpose(0, 1)
-            v = k[..., :Dv]
-            if p.v is not None:
-                v = _gather(p.v, p.v_scale, used, 1, dtype)[0, :, :length].transpose(0, 1)
-            o[begin:end], lse[begin:end] = _dense_attention(q[begin:end], k, v, **flags)
+            gather = lambda *x: _gather(*x, used, 1, q.dtype if expand else dtype)[0, :, :length]
+            k = gather(p.k, p.k_scale).transpose(0, 1)
+            v = k[..., :Dv] if p.v is None else gather(p.v, p.v_scale).transpose(0, 1)
+            k, v = (x[0] for x in expand(k[None])) if expand else (k, v)
+            o[begin:end], lse[begin:end] = _dense_attention(q[begin:end], k, v, **options._asdict())
     return o, lse
 
 
@@ -1552,7 +1529,8 @@ def paged_attention(
         latent_dim=latent_dim, scale=scale, window=window, softcap=softcap,
         alibi_slopes=alibi_slopes, sinks=sinks,
     )  # fmt: skip
-    _check(n_splits is None or n_splits > 0, f"n_splits must be positive, not {n_splits}")
+    ok = n_splits is None or (_is_int(n_splits) and n_splits > 0)
+    _check(ok, f"n_splits must be a positive integer, not {n_splits}")
     if _uses_kernel(q) or torch.compiler.is_compiling():
         o, lse = _paged_op(q, *p, *options, n_splits or 0, return_lse)
     else:
@@ -1574,8 +1552,9 @@ def _check_args(
 ) -> tuple[Tensor, _Pages, _ScoreOptions]:  # fmt: skip
     """Validated, contiguous arguments. ValueError names the argument at fault."""
     shape = lambda x: None if x is None else tuple(x.shape)
-    ok = q.dim() == 3 and k.dim() == 4
+    ok = q.dim() == 3 and k.dim() == 4 and 0 not in (*q.shape[1:], *k.shape[1:])
     _check(ok, f"q {shape(q)} must be (N, Hq, D), k {shape(k)} (blocks, block_size, Hkv, D)")
+    _check(lengths.dim() == 1, f"lengths must be (R,), not {shape(lengths)}")
     (_, Hq, D), R = q.shape, len(lengths)
     _check(k.shape[3] == D and Hq % k.shape[2] == 0, f"k {shape(k)} does not fit q {shape(q)}")
     _check((v is None) == (latent_dim is not None), "pass either v or latent_dim")
@@ -1584,7 +1563,7 @@ def _check_args(
     _check(ok, f"latent_dim must be from 1 to k's {D}, not {latent_dim}")
     for name, x, wanted in (
         ("cu_seqlens", cu_seqlens, (R + 1,)),
-        ("block_table", block_table, (R, block_table.shape[-1])),
+        ("block_table", block_table, (R, *block_table.shape[-1:])),
         ("k_scale", k_scale, k.shape[:3]),
         ("v_scale", v_scale, k.shape[:3]),
         ("alibi_slopes", alibi_slopes, (Hq,)),
@@ -1592,8 +1571,9 @@ def _check_args(
     ):
         _check(x is None or x.shape == wanted, f"{name} must be {tuple(wanted)}, not {shape(x)}")
     _check((k_scale is None) == (v_scale is None) or v is None, "k_scale requires v_scale")
-    for name, x in (("window", window), ("softcap", softcap)):
-        _check(x is None or x > 0, f"{name} must be positive, not {x}")
+    ok = window is None or (_is_int(window) and window > 0)
+    _check(ok, f"window must be a positive integer, not {window}")
+    _check(softcap is None or softcap > 0, f"softcap must be positive, not {softcap}")
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     v = v if v is None or v.stride(-1) == 1 else v.contiguous()
     if v_scale is not None and v_scale.stride() != k_scale.stride():
@@ -1652,6 +1632,33 @@ class Engine:
 
     The module docstring says how it calls the model. It changes one setting of the model: latent
     attention is absorbed for any number of tokens.
+
+    max_num_batched_tokens: token budget of a step, which bounds inter-token latency.
+    max_num_seqs: samples that run at once, by default 64 or the budget. policy, continuous: see
+    Scheduler. kv_swap: preemption swaps KV to host memory. kv_dtype: see PagedKVCache.
+
+    sampler: an object with check(params), which raises ValueError, and __call__(logits (R, V),
+    sequences) -> ids (R,), -1 where no token can be sampled. output_callback: called with each new
+    sequence, returns its listener, an object with push(token), end(reason), and finish_reason, set
+    once its text is complete. eos_ids: None for those of model.config. static: pad steps to a few
+    shapes, and on CUDA replay CUDA graphs (the default there, but not with MoE layers: pass
+    moe.has_static_shapes of them); `compile` compiles them too.
+
+    drafter: drafter(tokens, k) -> (up to k draft ids, the q (k, V) they were sampled from, None if
+    deterministic). Optional methods: propose_batch(sequences, contexts, ks) -> a draft of each;
+    observe(seq, start, hidden (t, C)), hidden states of all tokens that were run and accepted, from
+    position start on: a view, to be copied if kept; forget(seq) at the end. Tokens found in the
+    prefix cache are not observed; preempted ones may be observed twice.
+    speculate_k: drafts per step, or an object with choose(sequences) -> k of each decoding
+    sequence, observe(sequences, proposed, accepted, tokens, seconds, draft_seconds) after each
+    step, tokens being all that the step ran, and optionally forget.
+    verifier(logits (M, V), sequences, drafts) -> new tokens of each sequence: the accepted drafts
+    and one more, -1 if none can be sampled. A sequence with d drafts has d + 1 rows.
+
+    adapters: serving/adapters.py's AdapterPool, whose adapters requests can name, or
+    serving/shared_models.py's ModelPool, which has head(hidden (R, C), models) -> logits.
+    cache: called like PagedKVCache, the default; optional method: reclaim(free blocks).
+    kv_store: serving/kv_store.py's KVStore, where blocks of finished sequences are found.
     """
 
     def __init__(
@@ -1666,63 +1673,11 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter, adapters: Any = None,
         cache: Callable[..., Any] | None = None, kv_store: Any = None,
     ):  # fmt: skip
-        """max_num_batched_tokens: token budget of a step, which bounds inter-token latency.
-        max_num_seqs: samples that run at once, by default 64 or the budget. policy, continuous: see
-        Scheduler. kv_swap: preemption swaps KV to host memory. kv_dtype: see PagedKVCache.
-
-        sampler: an object with check(params), which raises ValueError, and __call__(logits (R, V),
-        sequences) -> ids (R,), -1 where no token can be sampled. output_callback: called with each
-        new sequence, returns its listener, an object with push(token), end(reason), and
-        finish_reason, set once its text is complete. eos_ids: None for those of model.config.
-        static: pad steps to a few shapes, and on CUDA replay CUDA graphs (the default there,
-        but not with MoE layers: pass moe.has_static_shapes of them); `compile` compiles them too.
-
-        drafter: drafter(tokens, k) -> (up to k draft ids, the q (k, V) they were sampled from, None
-        if deterministic). Optional methods: propose_batch(sequences, contexts, ks) -> a draft of
-        each; observe(seq, start, hidden (t, C)), hidden states of all tokens that were run and
-        accepted, from position start on: a view, to be copied if kept; forget(seq) at the end.
-        Tokens found in the prefix cache are not observed; preempted ones may be observed twice.
-        speculate_k: drafts per step, or an object with choose(sequences) -> k of each decoding
-        sequence, observe(sequences, proposed, accepted, tokens, seconds, draft_seconds) after each
-        step, tokens being all that the step ran, and optionally forget.
-        verifier(logits (M, V), sequences, drafts) -> new tokens of each sequence: the accepted
-        drafts and one more, -1 if none can be sampled. A sequence with d drafts has d + 1 rows.
-        adapters: serving/adapters.py's AdapterPool, whose adapters requests can name, or
-        serving/shared_models.py's ModelPool, which has head(hidden (R, C), models) -> logits.
-        cache: called like PagedKVCache, the default; optional method: reclaim(free blocks).
-        kv_store: serving/kv_store.py's KVStore, where blocks of finished sequences are found."""
-        weight = next(model.parameters())
-        rope = getattr(model.config, "rope_scaling", None) or {}
-        _check(
-            rope.get("rope_type") != "dynamic",
-            "rope_scaling 'dynamic' rotates all keys by the longest sequence of a batch, so it "
-            "cannot be batched; set another rope_type in config.json",
-        )
         self.model, self.clock, self.output_callback = model, clock, output_callback
-        self.allocator = BlockAllocator(num_blocks, block_size, prefix_cache)
-        max_num_seqs = min(64, max_num_batched_tokens) if max_num_seqs is None else max_num_seqs
-        windows = () if prefix_cache else getattr(model.config, "windows", ())
-        ring_blocks = num_window_blocks(windows, block_size, max_num_batched_tokens)
-        self.scheduler = Scheduler(
-            self.allocator, max_num_batched_tokens, max_num_seqs, policy, kv_swap, continuous,
-            ring_blocks if windows and all(windows) else None,
-        )  # fmt: skip
-        mixed = any(windows) and not all(windows) and max_num_seqs * ring_blocks < num_blocks
-        mixed = mixed and adapters is None  # its blocks must be the same in all layers
-        self.cache = (cache or PagedKVCache)(
-            model.config, num_blocks, block_size, weight.dtype, weight.device, kv_dtype,
-            max_num_seqs if mixed else 0, ring_blocks,
-        )  # fmt: skip
-        self.kv_store = self.scheduler.kv_store = kv_store or NO_KV_STORE
-        if kv_store is not None:
-            _check(prefix_cache, "kv_store requires prefix_cache: it keeps the tree's blocks")
-            layers = [*zip(*filter(None, (self.cache.pages, self.cache.scales)))]
-            kv_store.bind(layers, block_size)
-        self.adapters = adapters
-        if adapters is not None:
-            adapters.bind(self.cache, self.allocator, max_num_batched_tokens, max_num_seqs)
+        weight = next(model.parameters())
+        self.cuda_graphs = self._prepare_model(weight, compile, static)
         self.sampler = GreedySampler() if sampler is None else sampler
-        self.drafter = drafter
+        self.drafter, self.adapters = drafter, adapters
         self.verifier = self._verify_by_sampling if verifier is None else verifier
         if _is_int(speculate_k) and speculate_k >= 0:
             fixed = lambda sequences, k=speculate_k: [k] * len(sequences)
@@ -1730,28 +1685,56 @@ class Engine:
         self.speculate_k, ok = speculate_k, hasattr(speculate_k, "choose")
         _check(ok, f"speculate_k must be >= 0 or an object with choose(), not {speculate_k!r}")
         self.eos = set(model.config.eos_ids if eos_ids is None else eos_ids)
-        modules = list(model.modules())
-        if static is None:  # MoE layers sync with the host for the tokens per expert
-            static = weight.is_cuda and _uses_kernel(weight)
-            static = compile or (static and not any(hasattr(m, "experts") for m in modules))
-        self.cuda_graphs = None
-        if static:
-            run = lambda *step: self._hidden(Step(*step))
-            self.cuda_graphs = CUDAGraphRunner(run, weight.device, compile, packed=True)
-        for module in modules:  # a step mixes prefill and decode
-            if hasattr(module, "absorb_up_to"):
-                module.absorb_up_to = math.inf
+        self.allocator = BlockAllocator(num_blocks, block_size, prefix_cache)
+        max_num_seqs = min(64, max_num_batched_tokens) if max_num_seqs is None else max_num_seqs
+        limits = max_num_batched_tokens, max_num_seqs
+        windows = () if prefix_cache else getattr(model.config, "windows", ())
+        ring_blocks = num_window_blocks(windows, block_size, max_num_batched_tokens)
+        max_blocks = ring_blocks if windows and all(windows) else None
+        args = self.allocator, *limits, policy, kv_swap, continuous, max_blocks
+        self.scheduler = Scheduler(*args)
+        # adapters are in blocks too, which must be the same in all layers
+        rings = any(windows) and max_blocks is None and adapters is None
+        rings = max_num_seqs if rings and max_num_seqs * ring_blocks < num_blocks else 0
+        args = model.config, num_blocks, block_size, weight.dtype, weight.device, kv_dtype
+        self.cache = (cache or PagedKVCache)(*args, rings, ring_blocks)
+        self.kv_store = self.scheduler.kv_store = kv_store or NO_KV_STORE
+        if kv_store is not None:
+            _check(prefix_cache, "kv_store requires prefix_cache: it keeps the tree's blocks")
+            layers = [*zip(*filter(None, (self.cache.pages, self.cache.scales)))]
+            kv_store.bind(layers, block_size)
+        if adapters is not None:
+            adapters.bind(self.cache, self.allocator, *limits)
         self.outputs: dict[Any, Output] = {}  # of unfinished requests
         self.sequences: dict[Any, list[Sequence]] = {}
         # sampled but not yet delivered: (sequence, index, token, log-probabilities, time)
         self.pending_outputs: deque[tuple[Sequence, int, int, Tensor | None, float]] = deque()
         self.updated_outputs: dict[Any, Output] = {}  # for the caller of step
-        self.n_arrivals = 0
-        self.n_last_step = 0  # tokens
+        self.n_arrivals = self.n_last_step = 0  # requests; tokens
         # called before each step with what the last one left of its budget of tokens: the outputs
         # of that have been delivered
         self.background: Callable[[int], Any] | None = None
         self.counts = Counter(steps=0, tokens_run=0, tokens_new=0, proposed=0, accepted=0)
+
+    def _prepare_model(
+        self, weight: Tensor, compile: bool, static: bool | None
+    ) -> CUDAGraphRunner | None:
+        """Check and set up the model; returns what runs it with static shapes."""
+        rope = getattr(self.model.config, "rope_scaling", None) or {}
+        _check(
+            rope.get("rope_type") != "dynamic",
+            "rope_scaling 'dynamic' rotates all keys by the longest sequence of a batch, so it "
+            "cannot be batched; set another rope_type in config.json",
+        )
+        modules = list(self.model.modules())
+        for module in modules:  # a step mixes prefill and decode
+            if hasattr(module, "absorb_up_to"):
+                module.absorb_up_to = math.inf
+        if static is None:  # MoE layers sync with the host for the tokens per expert
+            static = weight.is_cuda and _uses_kernel(weight)
+            static = compile or (static and not any(hasattr(m, "experts") for m in modules))
+        run = lambda *step: self._hidden(Step(*step))
+        return CUDAGraphRunner(run, weight.device, compile, packed=True) if static else None
 
     @property
     def capacity(self) -> int | float:
@@ -1903,7 +1886,7 @@ class Engine:
             self._copy_kv(plan)  # first: a drafter may write to newly allocated blocks
             drafts, draft_seconds = self._propose_drafts(plan)
             hidden = self._run(plan, drafts)
-        except BaseException as e:
+        except BaseException as e:  # Ctrl-C too: the next step resumes
             repeat = self.kv_store.recover(e)
             self.scheduler.rollback(plan)
             if not repeat:
@@ -2285,8 +2268,7 @@ def main() -> None:
 
     def batch(lengths: list[int], new: list[int], dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Random arguments, heads of Llama 3, blocks of 16 in random order."""
-        width = -(-max(lengths) // 16)
-        table = torch.randperm(len(lengths) * width).view(-1, width)
+        table = torch.randperm(len(lengths) * -(-max(lengths) // 16)).view(len(lengths), -1)
         kv = torch.randn(2, 8, table.numel(), 16, 128, dtype=dtype, device=device).movedim(1, 3)
         q = torch.randn(sum(new), 32, 128, dtype=dtype, device=device)
         rows = table, torch.tensor([0, *new]).cumsum(0), torch.tensor(lengths)
@@ -2300,17 +2282,15 @@ def main() -> None:
     args, flags = batch([20, 33, 64], [5, 1, 30], torch.float32), {"window": 7, "softcap": 2.0}
     error = paged_attention(*args, **flags) - paged_attention_reference(*args, **flags)
     assert error.abs().max() < 1e-4, error.abs().max()
-    kind = "the Triton kernel" if _uses_kernel(args[0]) else "plain torch"
-    print(f"{kind} == the reference; {torch.get_num_threads()} threads, torch {torch.__version__}")
-    long = 4096 if device == "cuda" else 64 if INTERPRET else 1024
+    print(f"{device}, {torch.get_num_threads()} threads: the same as the reference")
     print(f"{'decode attention, bf16':24} {'paged':>14} {'gather all':>14}   ms (GB/s of KV)")
+    long = 4096 if device == "cuda" else 64 if INTERPRET else 1024
     for n, length in ((16, long // 8), (32, long), (1, 2 * long)):
         args, size = batch([length] * n, [1] * n, torch.bfloat16), 4096 * n * length / 1e9
-        line = f"{n:4} sequences of {length:5}"
-        for f in (paged_attention, gather_all):
-            t = Timer("f(*args)", globals=dict(f=f, args=args)).blocked_autorange().median
-            line += f"{1e3 * t:8.2f} ({size / t:4.0f})"
-        print(line)
+        run = lambda f: Timer("f(*args)", globals=dict(f=f, args=args)).blocked_autorange().median
+        times = map(run, (paged_attention, gather_all))
+        cells = "".join(f"{1e3 * t:8.2f} ({size / t:4.0f})" for t in times)
+        print(f"{n:4} sequences of {length:5}{cells}")
 
 
 if __name__ == "__main__":

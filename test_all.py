@@ -4068,6 +4068,13 @@ for paged_field, paged_changes in [
     ("latent_dim", dict(v=None, latent_dim=17)),
     ("cu_seqlens", dict(cu_seqlens=torch.tensor([0, 3]))),
     ("block_table", dict(block_table=(3, 3))),
+    ("block_table", dict(block_table=())),
+    ("lengths", dict(lengths=(2, 1))),
+    ("q", dict(q=(3, 4, 0), k=(5, 4, 2, 0), v=(5, 4, 2, 0))),
+    ("k", dict(k=(5, 4, 0, 16), v=(5, 4, 0, 16))),
+    ("k", dict(k=(5, 0, 2, 16), v=(5, 0, 2, 16))),
+    ("window", dict(window=1.5)),
+    ("n_splits", dict(n_splits=1.5)),
     ("k_scale", dict(k_scale=(5, 4), v_scale=(5, 4, 2))),
     ("v_scale", dict(k_scale=(5, 4, 2), v_scale=(5, 4, 1))),
     ("v_scale", dict(k_scale=(5, 4, 2))),
@@ -4544,10 +4551,7 @@ class PagedSampler:
     """Greedy, and takes NaN logits. Records what it samples and spoils the logits."""
 
     def __init__(self):
-        self.seen = []
-
-    def check(self, params):
-        pass
+        self.seen, self.check = [], lambda params: None
 
     def __call__(self, logits, sequences):
         self.seen += [(s.request.id, s.index, len(s.output)) for s in sequences]
@@ -5424,6 +5428,8 @@ for paged_changes in [
     *(dict(max_num_seqs=x) for x in (0, 65)),
     dict(kv_dtype="int4"),
     *(dict(speculate_k=x) for x in (-1, 1.5, True, None, "4")),
+    *(dict(max_num_seqs=x) for x in (2.5, True)),
+    dict(max_num_batched_tokens=64.5),
 ]:
     paged_changes = dict(max_num_batched_tokens=64) | paged_changes
     *_, paged_field = paged_changes
@@ -13463,6 +13469,8 @@ def test_length_batching_steps_are_those_of_the_engine(serving_without_kernels):
 
 
 REFUSED["length_batching: max_batch"] = lambda: LB.partition([1], min, 0), "max_batch .* not 0"
+for name, lengths, sizes in ("lengths", (), (1,)), ("sizes", (1, 2), (4, 4)):
+    REFUSED[f"length_batching: {name}"] = partial(LB.measured_cost, min, lengths, sizes), name
 
 
 class ServingTokenizer(K.DummyTokenizer):
@@ -13803,8 +13811,9 @@ def test_traces_are_described_and_kept_by_the_command(tmp_path):
     assert [*TR.read_trace(tmp_path / "out.jsonl")] == [*TR.generate(TRACES["rag"], 3)]
     shared = int(re.search(r"(\d+)% of n_prompt", done.stdout)[1])
     assert "40 requests of 1 clients" in done.stdout and 40 < shared < 99
-    done = run(FILES["traces"], "poison:n=3")
-    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "conversations" in done.stderr
+    for argv, word in ("poison:n=3", "conversations"), ("rag  x", "SEED"), ("rag  1 2", "'2'"):
+        done = run(FILES["traces"], *argv.split(" "))
+        assert done.returncode == 1 and done.stderr.count("\n") == 1 and word in done.stderr
 
 
 # --------------------------------------------------------------------------------------------------
@@ -14117,10 +14126,14 @@ def test_simulate_program(tmp_path, capsys):
         (["random", "--device", "abacus"], "--device abacus h100"),
         (["random", "--model", "llama3-405b"], "--model llama3-405b fit"),
         (["random", "--cost", "README.md"], "--cost README.md --calibrate"),
-        (["random", "--blocks", "2"], "--blocks KV"), (["random", "--blocks", "0"], "--blocks and"),
-        (["random", "--slo", "1"], "slo A:B"),
+        (["random", "--blocks", "2"], "--blocks KV"), (["random", "--blocks", "0"], "--blocks 1"),
+        (["random", "--blocks", "9" * 14], "--blocks 10000000"),
+        (["random", "--block-size", "0"], "--block-size 1"),
+        (["random", "--slo", "1"], "--slo A:B"),
+        (["random", "--plot", "README.md/x.png"], "--plot README.md/x.png folder"),
         (["random", "--tp", "2"], "--tp --engine"),
         (["random", "--replicas", "0"], "--replicas"),
+        (["random", "--replicas", "9" * 9], "--replicas 9999"),
         (["random", "--pools", "1:0"], "--pools P:D:flip 1:0"),
         (["random", "--pools", "1:1", "--replicas", "2"], "--pools --replicas"),
         (["random", "--pools", "1:1", "--lend", "--kv-swap"], "--pools --lend"),
@@ -14533,6 +14546,7 @@ for trace_text, trace_words in {
     "random:n=3+": "'3\\+'",
     "random:n=3+rag:m=1": "rag: 'm' is not a field; use n, rate, .*zipf",
     "random:n=0": "random: n must be at least 1, not 0",
+    "random:n=3,n=4": "random: n is given twice",
     "random:n=2.5": "random: n must be an integer, not '2.5'",
     "random:n": "random: n must be an integer, not ''",
     "rag:rate=0": "rag: rate must be at least 1e-09, not 0",
@@ -14705,8 +14719,8 @@ class Job:
 
 
 def policy_run(
-    policy, jobs, *, base=1.0, per_token=0.0, num_blocks=40, block_size=4, budget=64, max_num_seqs=8,
-    kv_swap=False, prefix_cache=False, watch=lambda scheduler, jobs, now: None,
+    policy, jobs, *, base=1.0, per_token=0.0, num_blocks=40, block_size=4, budget=64,
+    max_num_seqs=8, kv_swap=False, prefix_cache=False, watch=lambda scheduler, jobs, now: None,
 ):  # fmt: skip
     """Runs jobs on a real Scheduler and a virtual clock, on which a step takes base + per_token
     tokens; every invariant of the allocator is checked after each step. policy: a spec, or a
@@ -15186,7 +15200,8 @@ def test_policies_pause_waste_is_memory_times_time():
 
 
 POLICY_SPECS = [
-    "fcfs", "longest-prefix:patience=3", "fair:weights.a=2", "sjf", "mlfq:quantum=2,levels=3,starve=9",
+    "fcfs", "longest-prefix:patience=3", "fair:weights.a=2", "sjf",
+    "mlfq:quantum=2,levels=3,starve=9",
     "qoe:ttft=0.01,rate=50,horizon=0.1,preemptions=9", "deadline:slo=1e-3,slos.a=5,group_size=2",
     "slo-mix:slo=1e-3", "slo-mix:slo=7,base=1,per_token=1", "s3:buckets=3", "rag-cache",
 ]  # fmt: skip
@@ -15251,7 +15266,8 @@ REFUSED |= {
         "deadline:slos.a=nan": r"slos\.a", "deadline:group_size=0": "group_size",
         "slo-mix:slo=0": "slo", "slo-mix:base=-1": "base", "slo-mix:per_token=inf": "per_token",
         "s3:buckets=0": "buckets", "s3:deviations=-1": "deviations", "rag-cache:x=1": "'x'",
-        "rag-cache:key_cost=-1": "key_cost",
+        "rag-cache:key_cost=-1": "key_cost", "s3:buckets=2,buckets=3": "buckets .* twice",
+        "fair:weights.a=1,weights.a=2": r"weights\.a .* twice",
     }.items()
 }  # fmt: skip
 
@@ -23898,7 +23914,8 @@ def test_vattention_unmodified_kernel_reads_no_unmapped_key():
     got = run([(i, n, n + 1) for i, n in enumerate(ends)])
     for i, n in enumerate(ends):
         one = q[i, None, n : n + 1], k[i, None, : n + 1], v[i, None, : n + 1]
-        close(got[i, None, None], A.attention_reference(*one, causal=True, **options), 1e-5)
+        want = A.attention_reference(*one, causal=True, **options)
+        assert error(got[i, None, None], want) <= 1e-5
 
 
 class FakeDriver:
@@ -23990,7 +24007,8 @@ def test_vattention_cuda_calls(fake_driver):
     gc.collect()  # the first engine
     assert not fake_driver.sizes and not fake_driver.mapped, "all blocks are free"
     fake_driver.limit = 4
-    with pytest.raises(MemoryError, match="^no memory for a KV block besides 0.05 MiB of others: cuMemCreate"):
+    message = "^no memory for a KV block besides 0.05 MiB of others: cuMemCreate"
+    with pytest.raises(MemoryError, match=message):
         paged_serve(engine, prompts, params)
     fake_driver.limit = INF
     outputs = dict(engine.outputs)
@@ -24027,7 +24045,8 @@ def test_vattention_out_of_memory_loses_no_request(tmp_path):
     outputs = dict(engine.outputs)
     with file_size_limit(3 * engine.cache.memory.page_bytes):
         for _ in range(3):
-            with pytest.raises(MemoryError, match="^no memory for a KV block besides 0.04 MiB .*File too"):
+            message = "^no memory for a KV block besides 0.04 MiB .*File too"
+            with pytest.raises(MemoryError, match=message):
                 for _ in range(50):
                     engine.step()
     paged_run(engine)
@@ -24052,13 +24071,15 @@ VIRTUAL_CONFIG = SimpleNamespace(n_layers=2, n_kv_heads=2, head_dim=16, context=
 virtual_refused = partial(VM.VirtualKVCache, VIRTUAL_CONFIG, 9, num_slots=1, dtype=torch.float32)
 REFUSED |= {
     "vattention: half a page": (
-        partial(virtual_refused, block_size=12, device=CPU), "block_size .* multiple of 8 here, not 12"
+        partial(virtual_refused, block_size=12, device=CPU),
+        "block_size .* multiple of 8 here, not 12",
     ),
     "vattention: int8": (
         partial(virtual_refused, block_size=16, device=CPU, kv_dtype="int8"), "kv_dtype int8"
     ),
     "vattention: device": (
-        partial(virtual_refused, block_size=16, device=torch.device("meta")), "on Linux and CUDA GPUs, not on meta"
+        partial(virtual_refused, block_size=16, device=torch.device("meta")),
+        "on Linux and CUDA GPUs, not on meta",
     ),
     "vattention: softcap": (
         partial(VM.sdpa, *torch.zeros(3, 1, 1, 1, 1), scale=1.0, softcap=2.0), "softcap"

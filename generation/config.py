@@ -510,14 +510,14 @@ def read_grammar(args: GenerateConfig) -> str | None:
     return parse_grammar(name, value, args.json_schema is not None)
 
 
-def parse_slo(text: str) -> tuple[float, float]:
+def parse_slo(text: str, flag: str = "--set slo") -> tuple[float, float]:
     """A:B, seconds to the first token and per further token; ValueError names the flag."""
     try:
         a, b = map(float, text.split(":"))
         if not 0 < min(a, b) <= max(a, b) < math.inf:
             raise ValueError
     except ValueError:
-        raise ValueError(f"--set slo must be A:B, two positive numbers, not {text!r}") from None
+        raise ValueError(f"{flag} must be A:B, two positive numbers, not {text!r}") from None
     return a, b
 
 

@@ -193,16 +193,37 @@ class Request(NamedTuple):
         return self.prompt * llm.token + self.output * decode
 
 
+def _step_llms(
+    turns: list[tuple[LLM, Scheduler]], budget: int, requests: list[Request]
+) -> tuple[float, list[Sequence]]:
+    """Step all LLMs at once, the first ones in turn with most of the budget of prompt tokens: the
+    step's seconds, and the sequences that ended."""
+    compute, memory, finished = 0.0, 0.0, []
+    for llm, scheduler in turns:
+        n_decoding = sum(seq.remaining == 1 for seq in scheduler.running)
+        scheduler.max_num_batched_tokens = n_decoding + budget
+        plan = scheduler.schedule()
+        scheduler.commit(plan)
+        budget = min(budget, plan.budget)
+        compute += llm.token * sum(n for _, n in plan.run)
+        memory += llm.weights * bool(plan.run)
+        memory += llm.key * sum(seq.num_computed_tokens for seq, _ in plan.run)
+        for seq, _ in plan.run:
+            seq.tokens += [0] * (seq.remaining == 0)
+            if len(seq.output) == requests[seq.arrival].output:
+                scheduler.finish(seq)
+                finished.append(seq)
+    return max(compute, memory), finished
+
+
 def serve_llms(
-    requests: list[Request],
-    llms: list[LLM],
-    views: list[HeadBlocks],
-    floors: list[int] | None = None,  # of adapt_quotas, called after each step
-    together: bool = True,
-    observe: Callable[[list[Scheduler]], None] = lambda schedulers: None,  # after each step
-) -> list[float]:
+    requests: list[Request], llms: list[LLM], views: list[HeadBlocks],
+    floors: list[int] | None = None, together: bool = True,
+    observe: Callable[[list[Scheduler]], None] = lambda schedulers: None,
+) -> list[float]:  # fmt: skip
     """Latencies, in order of `requests`. In a step all LLMs decode, and one that has prompts, in
-    turns, runs prompts too; together=False steps one LLM at a time (temporal multiplexing)."""
+    turns, runs prompts too; together=False steps one LLM at a time (temporal multiplexing).
+    floors: of adapt_quotas, called after each step, as observe is."""
     for i, r in enumerate(requests):
         most = min(views[r.llm].quota, floors[r.llm] if floors else math.inf)
         need = -(-(r.prompt + r.output) // views[r.llm].block_size) * llms[r.llm].heads
@@ -210,37 +231,21 @@ def serve_llms(
             raise ValueError(f"request {i} needs {need} blocks, LLM {r.llm} has at most {most}")
     schedulers = [Scheduler(view) for view in views]
     todo = sorted(range(len(requests)), key=lambda i: requests[i].arrival, reverse=True)
-    latencies, now, turn = [0.0] * len(requests), 0.0, 0
+    latencies, now, turns = [0.0] * len(requests), 0.0, [*range(len(llms))]
     budget = schedulers[0].max_num_batched_tokens
+    in_turn = lambda s: s.waiting or any(q.remaining > 1 or not together for q in s.running)
     while todo or any(s.waiting or s.running for s in schedulers):
         if not any(s.waiting or s.running for s in schedulers):
             now = max(now, requests[todo[-1]].arrival)
         while todo and requests[todo[-1]].arrival <= now:
             r = requests[i := todo.pop()]
             schedulers[r.llm].add(Sequence([0] * r.prompt, r.prompt, arrival=i))
-        turns = [(turn + i) % len(llms) for i in range(1, len(llms) + 1)]
-        in_turn = lambda s: s.waiting or any(q.remaining > 1 or not together for q in s.running)
+        turns = turns[1:] + turns[:1]
         first = next((i for i, m in enumerate(turns) if in_turn(schedulers[m])), 0)
         turns = turns[first:] + turns[:first]
-        turn = turns[0]
-        compute, memory, left = 0.0, 0.0, budget
-        finished: list[Sequence] = []
-        for m in turns if together else turns[:1]:
-            scheduler, llm = schedulers[m], llms[m]
-            n_decoding = sum(seq.remaining == 1 for seq in scheduler.running)
-            scheduler.max_num_batched_tokens = n_decoding + left
-            plan = scheduler.schedule()
-            scheduler.commit(plan)
-            left = min(left, plan.budget)
-            compute += llm.token * sum(n for _, n in plan.run)
-            memory += llm.weights * bool(plan.run)
-            memory += llm.key * sum(seq.num_computed_tokens for seq, _ in plan.run)
-            for seq, _ in plan.run:
-                seq.tokens += [0] * (seq.remaining == 0)
-                if len(seq.output) == requests[seq.arrival].output:
-                    scheduler.finish(seq)
-                    finished.append(seq)
-        now += max(compute, memory)
+        stepped = [(llms[m], schedulers[m]) for m in (turns if together else turns[:1])]
+        seconds, finished = _step_llms(stepped, budget, requests)
+        now += seconds
         for seq in finished:
             latencies[seq.arrival] = now - requests[seq.arrival].arrival
         if floors:
@@ -368,10 +373,8 @@ def alpaserve_rows() -> Iterator[Row]:
     loads = {"below the crossovers": 0.7 * low, "between them": 1.0, "above both": 1.05 * high}
     for (name, load), cv in [*product(loads.items(), (1, 4))][:5]:
         a, b = (times(seed, load / 2, 20000, cv) for seed in (0, 1))
-        dedicated, both = (
-            pipeline(a, [1.0]) + pipeline(b, [1.0]),
-            pipeline(sorted(a + b), [0.55] * 2),
-        )
+        dedicated = pipeline(a, [1.0]) + pipeline(b, [1.0])
+        both = pipeline(sorted(a + b), [0.55] * 2)
         name = f"{'bursts, CV 4' if cv > 1 else 'Poisson'}, load {name}"
         means = statistics.mean(dedicated), statistics.mean(both)
         yield ("AlpaServe: dedicated, pipelines", name, "mean latency, s", *means)

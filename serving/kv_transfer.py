@@ -332,12 +332,9 @@ class Channel:
     """Messages between this rank's engine and another one: parts, and objects that pickle."""
 
     def __init__(
-        self,
-        engine: Engine,
-        targets: Mapping[int, slice] = {},
-        sources: Iterable[int] = (),
+        self, engine: Engine, targets: Mapping[int, slice] = {}, sources: Iterable[int] = (),
         group: Any = None,
-    ):
+    ):  # fmt: skip
         """targets: the other engine's ranks that need this one's KV, and which of its heads.
         sources: its ranks that send KV heads to this one, in the order of heads. group: a process
         group that torch.distributed need not know; None: the default one."""

@@ -33,6 +33,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 Cost = Callable[[int, int], float]  # (padded length, batch size) -> seconds
@@ -67,7 +68,11 @@ def measured_cost(
     run: Callable[[int, int], Any], lengths: Sequence[int], sizes: Sequence[int], repeats: int = 3
 ) -> Cost:
     """A cost table: the least time of run(length, batch size) at each of the ascending lengths and
-    sizes, linear between them and beyond the last; no less than of a shorter length."""
+    sizes, linear between them and beyond the last; no less than of a shorter length. ValueError
+    names the argument."""
+    for name, values in (("lengths", lengths), ("sizes", sizes)):
+        if not values or any(a >= b for a, b in pairwise(values)):
+            raise ValueError(f"{name} must be one or more ascending numbers, not {values}")
     table = []
     for length in lengths:
         for size in sizes:

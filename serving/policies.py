@@ -590,10 +590,10 @@ def make_policy(spec: str, clock: Callable[[], float] = time.perf_counter) -> An
         except ValueError:
             wanted = "an integer" if kind == "int" else "a number"
             raise ValueError(f"{key} of policy {name} must be {wanted}, not {value!r}") from None
-        if dot:
-            values.setdefault(key, {})[client] = number
-        else:
-            values[key] = number
+        given, name_of_value = (values.setdefault(key, {}), client) if dot else (values, key)
+        if name_of_value in given:
+            raise ValueError(f"{key + dot + client} of policy {name} is given twice; give it once")
+        given[name_of_value] = number
     policy = make(**values)
     if hasattr(policy, "clock"):
         policy.clock = clock

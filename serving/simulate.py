@@ -416,8 +416,27 @@ def step_cost(args: argparse.Namespace) -> tuple[StepCost, int]:
     return cost, blocks if args.blocks is None else args.blocks
 
 
-def check_sharing(args: argparse.Namespace) -> None:
-    """ValueError: a wrong use of --pools, --adapters, --lend and --bandwidth."""
+MOST_BLOCKS, MOST_REPLICAS = 10**7, 9999  # the simulator's own memory
+
+
+def check_args(args: argparse.Namespace, engine_flags: list[str]) -> None:
+    """ValueError names a wrong value or combination of flags."""
+    if engine_flags and not (args.engine or args.calibrate):
+        raise ValueError(f"{engine_flags[0]} is unknown, or requires --engine or --calibrate")
+    if args.calibrate:
+        return
+    if args.plot is not None and not args.plot.absolute().parent.is_dir():
+        raise ValueError(f"--plot {args.plot}: no such folder; create it first")
+    if not 1 <= args.replicas <= MOST_REPLICAS:
+        raise ValueError(f"--replicas must be from 1 to {MOST_REPLICAS}, not {args.replicas}")
+    if args.blocks is not None and not 1 <= args.blocks <= MOST_BLOCKS:
+        raise ValueError(f"--blocks must be from 1 to {MOST_BLOCKS}, not {args.blocks}")
+    if args.block_size < 1:
+        raise ValueError(f"--block-size must be 1 or more, not {args.block_size}")
+    if args.engine and args.replicas > 1:
+        raise ValueError("--engine is one Engine: it cannot be combined with --replicas")
+    if args.trace is None:
+        raise ValueError(f"give a TRACE: a file, or one of {', '.join(GENERATORS)}")
     used = [name for name in ("pools", "adapters", "lend") if getattr(args, name)]
     if used and args.engine or len(used) > 1:
         others = ", ".join(f"--{name}" for name in [*used[1:], *["engine"] * args.engine])
@@ -443,7 +462,7 @@ def make_replicas(
     from parallelism.cost_model import DEVICES, load_shape
     from parallelism.serving_cost import kv_bytes_per_token
 
-    slo = parse_slo(args.slo)
+    slo = parse_slo(args.slo, "--slo")
     if args.pools:
         n_prefill, n_decode = map(int, args.pools.split(":")[:2])
         pooled = [PoolReplica(cost, policy, **options) for _ in range(n_prefill + n_decode)]
@@ -471,7 +490,6 @@ def make_replicas(
 
 def run(args: argparse.Namespace, engine_flags: list[str]) -> str:
     """All policies on one trace: the program's output."""
-    check_sharing(args)
     cost, blocks = step_cost(args)
     sizes = dict(
         max_num_batched_tokens=args.max_num_batched_tokens, max_num_seqs=args.max_num_seqs,
@@ -486,11 +504,11 @@ def run(args: argparse.Namespace, engine_flags: list[str]) -> str:
     for policy in re.split(r",(?![^,:=]*=)", args.policies):  # not at commas between fields
         options = dict(sizes, num_blocks=blocks, at_tool_call=args.at_tool_call)
         replicas, route, together = make_replicas(args, cost, policy, **options)
-        reports[policy] = report = Report(parse_slo(args.slo))
+        reports[policy] = report = Report(parse_slo(args.slo, "--slo"))
         trace = open_trace(args.trace, args.seed)
         results[policy] = simulate(trace, replicas, route, report, together)
         if args.engine:
-            name, report = f"{policy} (Engine)", Report(parse_slo(args.slo))
+            name, report = f"{policy} (Engine)", Report(parse_slo(args.slo, "--slo"))
             engine = load_engine([*engine_flags, f"--policy={policy}"])
             trace = list(open_trace(args.trace, args.seed))
             for output in replay(engine, trace, SamplingParams(temperature=0, ignore_eos=True)):
@@ -504,21 +522,14 @@ def run(args: argparse.Namespace, engine_flags: list[str]) -> str:
 def main(argv: list[str] | None = None) -> int:
     args, engine_flags = parse_args(argv)
     try:
-        if engine_flags and not (args.engine or args.calibrate):
-            raise ValueError(f"{engine_flags[0]} is unknown, or requires --engine or --calibrate")
+        check_args(args, engine_flags)
         if args.calibrate:
             for name in ("max_num_seqs", "max_num_batched_tokens"):
                 engine_flags.append(f"--{name.replace('_', '-')}={getattr(args, name)}")
             print(calibrate(args.calibrate, load_engine(engine_flags)))
-        elif min(args.replicas, args.block_size, 1 if args.blocks is None else args.blocks) < 1:
-            raise ValueError("--replicas, --blocks and --block-size must be 1 or more")
-        elif args.engine and args.replicas > 1:
-            raise ValueError("--engine is one Engine: it cannot be combined with --replicas")
-        elif args.trace is None:
-            raise ValueError(f"give a TRACE: a file, or one of {', '.join(GENERATORS)}")
         else:
             print(run(args, engine_flags))
-    except ValueError as e:
+    except (OSError, ValueError) as e:
         print(f"serving.simulate: error: {e}", file=sys.stderr)
         return 2
     return 0

@@ -173,15 +173,9 @@ def _shared(texts: Iterator[int], tokens: int) -> Prompt:
 
 
 def random_prompts(
-    times: Iterable[float],
-    rng: random.Random,
-    texts: Iterator[int],
-    owners: Owners,
-    *,
-    input: Lengths = Lengths("200/900"),
-    output: Lengths = Lengths("100/400"),
-    prefix: int = 0,
-) -> Iterator[Arrival]:
+    times: Iterable[float], rng: random.Random, texts: Iterator[int], owners: Owners, *,
+    input: Lengths = Lengths("200/900"), output: Lengths = Lengths("100/400"), prefix: int = 0,
+) -> Iterator[Arrival]:  # fmt: skip
     """Unrelated prompts, after the same `prefix` tokens."""
     shared = _shared(texts, prefix)
     for time in times:
@@ -190,21 +184,11 @@ def random_prompts(
 
 
 def conversations(
-    times: Iterable[float],
-    rng: random.Random,
-    texts: Iterator[int],
-    owners: Owners,
-    *,
-    system: int = 200,
-    input: Lengths = Lengths("50/200"),
-    output: Lengths = Lengths("100/400"),
-    turns: Lengths = Lengths("1:8"),
-    pause: float = 10.0,
-    speed: float = 20.0,
-    tools: int = 0,
-    tool_seconds: float = 1.0,
-    tool_tokens: Lengths = Lengths("100/500"),
-) -> Iterator[Arrival]:
+    times: Iterable[float], rng: random.Random, texts: Iterator[int], owners: Owners, *,
+    system: int = 200, input: Lengths = Lengths("50/200"), output: Lengths = Lengths("100/400"),
+    turns: Lengths = Lengths("1:8"), pause: float = 10.0, speed: float = 20.0, tools: int = 0,
+    tool_seconds: float = 1.0, tool_tokens: Lengths = Lengths("100/500"),
+) -> Iterator[Arrival]:  # fmt: skip
     """Conversations that start at `times`: each turn's prompt is the previous one, its output and
     `input` new tokens. The next turn comes once the output has been generated at `speed` tokens per
     second, and after an exponential pause. Each output has `tools` tool calls of exponential
@@ -232,19 +216,11 @@ def conversations(
 
 
 def rag(
-    times: Iterable[float],
-    rng: random.Random,
-    texts: Iterator[int],
-    owners: Owners,
-    *,
-    system: int = 100,
-    documents: int = 1000,
-    zipf: float = 1.0,
-    top: int = 2,
-    document: Lengths = Lengths("400/1500"),
-    input: Lengths = Lengths("30/100"),
+    times: Iterable[float], rng: random.Random, texts: Iterator[int], owners: Owners, *,
+    system: int = 100, documents: int = 1000, zipf: float = 1.0, top: int = 2,
+    document: Lengths = Lengths("400/1500"), input: Lengths = Lengths("30/100"),
     output: Lengths = Lengths("100/400"),
-) -> Iterator[Arrival]:
+) -> Iterator[Arrival]:  # fmt: skip
     """Questions after a system prompt and up to `top` different documents. The k-th most popular
     document is retrieved in proportion to k ** -zipf, and always has the same length."""
     shared = _shared(texts, system)
@@ -282,12 +258,15 @@ def _generate(description: str, seed: int, part: int) -> Iterator[Arrival]:
         raise ValueError(f"{name!r} is not a generator; use {', '.join(GENERATORS)}")
     parameters = inspect.signature(GENERATORS[name]).parameters.values()
     own = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
-    values = COMMON | own
+    defaults, values = COMMON | own, {}
     for item in filter(None, rest.split(",")):
         field, _, text = item.partition("=")
-        if field not in values:
-            raise ValueError(f"{name}: {field!r} is not a field; use {', '.join(values)}")
-        values[field] = _parse_field(name, field, text, values[field])
+        if field not in defaults:
+            raise ValueError(f"{name}: {field!r} is not a field; use {', '.join(defaults)}")
+        if field in values:
+            raise ValueError(f"{name}: {field} is given twice; give it once")
+        values[field] = _parse_field(name, field, text, defaults[field])
+    values = defaults | values
     rng, rng_times = (random.Random(f"{seed} {part} {kind}") for kind in ("prompts", "times"))
     times = arrival_times(values["n"], values["rate"], values["cv"], rng_times)
     if values["swing"]:
@@ -509,7 +488,12 @@ def write_trace(path: Path, arrivals: Iterable[Arrival]) -> None:
             file.write(json.dumps(values) + "\n")
 
 
-def main(source: str = "conversations:n=200,tools=1", out: str = "", seed: str = "0") -> None:
+def main(
+    source: str = "conversations:n=200,tools=1", out: str = "", seed: str = "0", *more: str
+) -> None:
+    if more or not re.fullmatch(r"-?[0-9]{1,18}", seed):
+        given = f"{more[0]!r} is too much" if more else f"SEED must be an integer, not {seed!r}"
+        raise ValueError(f"{given}; usage: python serving/traces.py TRACE [OUT.jsonl] [SEED]")
     trace, n_shared, seen = list(open_trace(source, int(seed))), 0, set()
     if out:
         write_trace(Path(out), trace)
@@ -528,6 +512,6 @@ def main(source: str = "conversations:n=200,tools=1", out: str = "", seed: str =
 
 if __name__ == "__main__":
     try:
-        main(*sys.argv[1:4])
+        main(*sys.argv[1:])
     except (OSError, ValueError) as e:
         raise SystemExit(f"error: {e}") from None

@@ -52,14 +52,9 @@ class Reader:
 
 
 def simulate(
-    repeat_unacked: bool,
-    loss: float,
-    n: int = 200,
-    interval: float = 0.03,
-    delay: float = 0.05,
-    timeout: float = 0.2,
-    seed: int = 0,
-) -> list[float]:
+    repeat_unacked: bool, loss: float, n: int = 200, interval: float = 0.03, delay: float = 0.05,
+    timeout: float = 0.2, seed: int = 0,
+) -> list[float]:  # fmt: skip
     """When each of n tokens is shown, seconds. The sender has one every `interval`; packets and
     acknowledgements take `delay` and are lost with probability `loss`. What is not acknowledged
     `timeout` after it was sent is sent again: one packet, or with repeat_unacked the tail."""

@@ -93,7 +93,7 @@ class HostMemory:
         return torch.frombuffer(data, dtype=torch.uint8)
 
     def synchronize(self) -> None:
-        """Wait for kernels that use what is to be unmapped."""
+        """Called before pages are unmapped, to wait for kernels that use them: here none run."""
 
     def _mmap(self, address: int | None, nbytes: int, access: int, flags: int, fd=-1, at=0) -> int:
         found = self.libc.mmap(address, nbytes, access, flags, fd, at)
