@@ -1344,6 +1344,10 @@ def _check_values(
             raise ValueError(f"{where}{key} is {hf[key]!r}; known: {known}")
 
 
+LIMITS = dict.fromkeys(("num_hidden_layers", "num_nextn_predict_layers"), 10_000)
+LIMITS |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 100_000)
+
+
 def _typed(hf: Mapping[str, Any], key: str, kind: type, default: Any = REQUIRED) -> Any:
     """hf[key], checked strictly to be of type `kind`: "32", 32.0 and True are not ints."""
     value = hf.get(key)
@@ -1355,8 +1359,8 @@ def _typed(hf: Mapping[str, Any], key: str, kind: type, default: Any = REQUIRED)
         value = float(value)
     if type(value) is not kind or (kind is float and not math.isfinite(value)):
         raise ValueError(f"{key} must be {kind.__name__}, not {value!r}")
-    if kind is int and abs(value) >= 2**31:
-        raise ValueError(f"{key} must be less than 2**31, not {value}")
+    if kind is int and abs(value) >= (limit := LIMITS.get(key, 2**31)):
+        raise ValueError(f"{key} must be less than {limit}, not {value}")
     return value
 
 

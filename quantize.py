@@ -220,7 +220,7 @@ def weight_only(
     others are installed by `use_linear_fn_`."""
     bits, rows = 8 if zeros is None else 4, x.numel() // x.shape[-1]
     fits = x.shape[-1] % 32 == 0 == len(qweight) % 16  # else torch's op reads out of bounds
-    fits = fits and x.dtype != torch.float16  # in fp16 its sums would overflow
+    fits = fits and x.dtype in (torch.float32, torch.bfloat16)  # in fp16 its sums would overflow
     unsupported = x.is_cuda or x.requires_grad or torch.compiler.is_compiling()
     if unsupported or bits == 4 or not 0 < rows <= 8 or not fits:
         return dequantized_linear(x, qweight, scales, zeros, bias, bits)

@@ -1820,6 +1820,7 @@ BAD_CONFIGS = {  # key -> (value, the field that the error names, if it is anoth
     "hidden_act": ("gelu", ""),
     "hidden_size": ("48", "hidden_size.*int"),
     "num_hidden_layers": (True, "num_hidden_layers.*int"),
+    "num_hidden_layers ": (10**9, "num_hidden_layers.*less than 10000"),
     "num_key_value_heads": (3, ""),
     "final_logit_softcapping": (30.0, ""),
     "attn_logit_softcapping": (50.0, ""),
@@ -1865,6 +1866,7 @@ DeepseekV3 scoring_func "softmax"
 DeepseekV3 topk_method "greedy"
 DeepseekV3 num_experts_per_tok 9
 DeepseekV3 n_group 3
+DeepseekV3 n_routed_experts 1000000000
 DeepseekV3 qk_rope_head_dim 9
 Mixtral router_jitter_noise 0.1
 Mixtral num_local_experts 0
@@ -2146,12 +2148,21 @@ BAD_FOLDERS = {
         lambda f: f.config.write_text(f.config.read_text()[:60]),
         "config.json.*JSON",
     ),
+    "deep config": (lambda f: f.config.write_text('{"a":' * 100_000), "config.json.*JSON"),
     "no object": (lambda f: f.config.write_text("[1, 2]"), "config.json"),
     "missing field": (
         lambda f: f.config.write_text(f.config.read_text().replace('"vocab_size"', '"x"')),
         "config.json.*vocab_size",
     ),
     "no weights": (lambda f: f.weights.unlink(), "model.safetensors"),
+    "link to no weights": (
+        lambda f: (f.weights.unlink(), f.weights.symlink_to("gone")),
+        "model.safetensors.*No such file",
+    ),
+    "link to no index": (
+        lambda f: (f.weights.unlink(), f.index.symlink_to("gone")),
+        "index.json.*No such file",
+    ),
     "truncated": (
         lambda f: f.weights.write_bytes(f.weights.read_bytes()[:-100]),
         "model.safetensors.*truncated",
@@ -2187,6 +2198,7 @@ BAD_FOLDERS = {
         f"surprise.*{AGAIN}|{AGAIN}.*surprise",
     ),
     "shards: tensor in two": (lambda f: f.tensor_in_two_shards(), AGAIN),
+    "shards: name of two lines": (lambda f: f.point("a", "b\nc"), r"missing files: 'b\\nc'"),
     "shards: one is missing": (lambda f: f.shards[1].unlink(), "lists missing files"),
     "tied: the head differs": (
         lambda f: f.tensors(**{"lm_head.weight": torch.ones(97, 48)}),
@@ -2741,6 +2753,10 @@ def test_template_locations(tmp_path):
     (folder / "chat_template.jinja").write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match="chat_template.jinja: not UTF-8"):
         load_chat_template(folder)
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.jinja").symlink_to("gone")
+    with pytest.raises(ValueError, match="chat_template.jinja: cannot be read"):
+        load_chat_template(folder)
 
 
 # ---- Bad input ----
@@ -2796,8 +2812,12 @@ REFUSED["tokenizer: no file"] = (
     lambda: K.load_tokenizer(REPO / "serving"),
     "serving: .*tokenizer.json nor tokenizer.model",
 )
+TOKENIZER_FILES = ["tokenizer.json", "tokenizer.model"]
+TOKENIZER_FILES += [f"{x}.json" for x in ("tokenizer_config", "special_tokens_map", "added_tokens")]
+TWICE = PIECES + 2 * b"\n\5\n\1\xff\x18\4"  # a piece whose name in the error is not UTF-8
 TIKTOKEN, POINTER = b"IQ== 0\nIg== 1\nIw== 2\n", b"version https://git-lfs.github.com/spec/v1\n"
-BAD_FILES = [  # file, content, a regex of the error
+BAD_FILES = [  # file, content (None: a link to a missing file), a regex of the error
+    ("tokenizer.model", TWICE, "not a sentencepiece model"),
     ("tokenizer.model", b'{"version": "1.0"}', "JSON; rename it to tokenizer.json"),
     ("tokenizer.model", TIKTOKEN, "tiktoken.*Meta.*tokenizer.json"),
     ("tokenizer.model", PIECES[:-1], "truncated; copy it again"),
@@ -2810,7 +2830,9 @@ BAD_FILES = [  # file, content, a regex of the error
     ("tokenizer_config.json", b"\xff", "copy it again"),
     ("tokenizer_config.json", b"[" * 100_000, "copy it again"),
     ("tokenizer_config.json", {"add_bos_token": "yes"}, "add_bos_token must be true or false"),
-    ("tokenizer_config.json", {"bos_token": 3}, "bos_token must be a string"),
+    ("tokenizer_config.json", {"bos_token": 3}, "bos_token must be Unicode text"),
+    ("tokenizer_config.json", {"bos_token": "\ud800"}, "bos_token must be Unicode text"),
+    *((file, None, "cannot be read .No such file") for file in TOKENIZER_FILES),
     ("tokenizer_config.json", {"bos_token": {"text": "<s>"}}, "bos_token .*content"),
     ("tokenizer_config.json", {"added_tokens_decoder": ["<s>"]}, "added_tokens_decoder must"),
     ("tokenizer_config.json", {"added_tokens_decoder": {"a": "<s>"}}, "added_tokens_decoder .*ids"),
@@ -2833,12 +2855,17 @@ BAD_FILES = [  # file, content, a regex of the error
 def test_tokenizer_bad_files_are_refused(tmp_path, file, content, words):
     """One line with the file, the field or what the file contains instead, and the fix; with either
     kind of tokenizer file."""
-    content = content if isinstance(content, bytes) else json.dumps(content).encode()
     (tmp_path / "tokenizer.model").write_bytes(PIECES)
     for kind in ("tokenizer.model", "tokenizer.json"):
+        (tmp_path / file).unlink(missing_ok=True)
         if kind == "tokenizer.json" and file != "tokenizer.model":
             template_folder(tmp_path, "")
-        (tmp_path / file).write_bytes(content)
+            (tmp_path / file).unlink(missing_ok=True)
+        if content is None:
+            (tmp_path / file).symlink_to("gone")
+        else:
+            data = content if isinstance(content, bytes) else json.dumps(content).encode()
+            (tmp_path / file).write_bytes(data)
         with pytest.raises(ValueError, match=words) as e:
             K.eos_ids(tmp_path, ())
             K.load_tokenizer(tmp_path)
@@ -6476,6 +6503,7 @@ def test_quantize_matmul_equals_its_formula(scheme, dtype):
         want = layer(sick)
         sick[2, 5] = math.nan
         assert layer(sick)[2].isnan().all() and relative(layer(sick)[well], want[well]) < 1e-6
+        assert relative(layer.double()(sick[well].double()), want[well].double()) < limit
 
 
 def test_quantize_llm_int8_in_a_cuda_graph(monkeypatch):
@@ -6911,6 +6939,10 @@ def test_quantize_bad_checkpoints_are_refused(tmp_path):
         config.write_text(json.dumps(hf | changed))
         with pytest.raises(ValueError, match=f"(?s){word}"):
             quantize_load(tmp_path)
+    stored = {"quantization_config": {"quant_method": "sheaf", "gguf": ["lm_head"]}}
+    config.write_text(json.dumps(hf | stored))
+    with pytest.raises(ValueError, match="gguf is unknown|gguf, .* unknown"):
+        LOAD.load(G.parse_args(["--checkpoint", str(tmp_path)]), torch.device("cpu"))
     config.write_text(json.dumps(hf))
     zeros, mystery = "model.layers.1.self_attn.q_proj.zeros", "model.norm.mystery"
     for name, value in ((zeros, None), (zeros, tensors[zeros].float()), (mystery, torch.ones(2))):
@@ -20476,6 +20508,7 @@ def test_gguf_damaged_files_are_refused(tmp_path, capsys):
 
     assert not refused(data)
     assert refused(data[:4] + b"\1" + data[5:])  # version 1
+    assert refused(data.replace(b"llama.block_count", b"llama.block\ncount"))
     infos = data.index(b"token_embd.weight") - 8
     for n in [*range(32), *rng.sample(range(end), 40), *rng.sample(range(end, len(data) - 32), 10)]:
         assert refused(data[:n]), n

@@ -105,7 +105,7 @@ def load(
     def prepare_quantized(model: Transformer) -> None:
         if prepare is not None:
             prepare(model)
-        if "gguf" in stored:
+        if isinstance(stored.get("gguf"), dict):
             quantize_stored_(model, stored["gguf"])
         else:
             from_config(model, stored)
