@@ -435,6 +435,11 @@ class Scheme:
         rounding_x = int8_dynamic, llm_int8, block_linear
         return self.spec is not None and self.linear_fn not in rounding_x
 
+    @property
+    def has_group_size(self) -> bool:
+        """Whether the group size can be chosen."""
+        return self.spec is not None and not self.spec.symmetric
+
     def check(self, weight: Tensor) -> None:
         """ValueError unless weight (..., N, K) can be quantized with this scheme."""
         (self.spec or QuantSpec()).check(weight)
@@ -514,8 +519,8 @@ def get_scheme(name: str, group_size: int | None = None) -> Scheme:
     scheme = SCHEMES[name]
     if group_size is None:
         return scheme
-    if scheme.spec is None or not scheme.spec.group_size or isinstance(scheme, BlockScheme):
-        grouped = ", ".join(n for n, s in SCHEMES.items() if s.spec and not s.spec.symmetric)
+    if not scheme.has_group_size:
+        grouped = ", ".join(n for n, s in SCHEMES.items() if s.has_group_size)
         raise ValueError(f"group_size requires one of {grouped}, not {name}")
     if type(group_size) is not int or group_size < 8 or group_size & (group_size - 1):
         raise ValueError(
@@ -773,13 +778,25 @@ def quantize_(
         why = "the model is already quantized" if done else "skip excludes them all, or it has none"
         raise ValueError(f"no nn.Linear or stacked experts to quantize: {why}")
     check_weights(todo, chosen.check, skip)
-    for name in list(todo):
-        module = todo.pop(name)  # drop the reference to the old weight
-        new = quantize_module(name, module, chosen, skip=skip, rounding=rounding)
+    quantize_modules_(model, todo, chosen, skip, rounding)
+    return model
+
+
+def quantize_modules_(
+    model: nn.Module,
+    modules: dict[str, nn.Module],
+    scheme: Scheme,
+    skip: Sequence[str],
+    rounding: Rounding | None = None,
+) -> None:
+    """Quantize these modules of the model, given by their full names, and empty the dict: each old
+    weight is freed before the next is quantized."""
+    for name in list(modules):
+        module = modules.pop(name)
+        new = quantize_module(name, module, scheme, skip=skip, rounding=rounding)
         if new is not module:
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, new)
-    return model
 
 
 def use_linear_fn_(
@@ -807,7 +824,7 @@ def to_config(model: nn.Module, scheme: str, group_size: int | None, skip: Seque
     kept = {n: len(m.kept_index) for n, m in layers.items() if m.kept_index is not None}
     added = [n for n, m in layers.items() if m.has_added_bias]
     chosen = get_scheme(scheme, group_size)
-    size = None if isinstance(chosen, BlockScheme) else chosen.spec and chosen.spec.group_size
+    size = chosen.spec.group_size if chosen.has_group_size else None
     config = {"quant_method": "sheaf", "version": VERSION, "scheme": scheme, "group_size": size}
     config |= {"skip": list(skip)} | ({"kept": kept} if kept else {})
     return config | ({"added_bias": added} if added else {})

@@ -6565,19 +6565,17 @@ QUANTIZE_FAMILIES = {  # all widths are multiples of 8
 }
 
 
-def quantize_cases(names: str, some, *every, more=()):
-    """Parametrize over the combinations `some`, and as slow tests over all others and `more`."""
-    others = [*more, *product(*every)]
-    rest = [pytest.param(*c, marks=pytest.mark.slow) for c in others if c not in some]
+def quantize_cases(names: str, some, slow):
+    """Parametrize over the cases `some`, and over others as slow tests."""
+    rest = [pytest.param(*case, marks=pytest.mark.slow) for case in slow]
     return pytest.mark.parametrize(names, [*some, *rest])
 
 
-quantize_pairs = quantize_cases(  # every family and every scheme once
+quantize_pairs = quantize_cases(  # every family and every scheme; latent, which has experts, by all
     "family, scheme",
     [("qwen2", "int8"), ("qwen2", "fp8"), ("llama", "int4"), ("llama", "llm.int8")]
     + [("latent", scheme) for scheme in ("int3", "int2", "int8-dynamic", "fp8-block")],
-    QUANTIZE_FAMILIES,
-    QUANTIZE_SCHEMES,
+    [("latent", scheme) for scheme in ("int8", "fp8", "int4", "llm.int8")],
 )
 
 
@@ -6916,7 +6914,7 @@ def test_quantize_bad_checkpoints_are_refused(tmp_path):
             quantize_load(tmp_path)
     stored = {"quantization_config": {"quant_method": "sheaf", "gguf": ["lm_head"]}}
     config.write_text(json.dumps(hf | stored))
-    with pytest.raises(ValueError, match="gguf is unknown|gguf, .* unknown"):
+    with pytest.raises(ValueError, match="config.json: quantization_config: gguf is unknown"):
         LOAD.load(G.parse_args(["--checkpoint", str(tmp_path)]), torch.device("cpu"))
     config.write_text(json.dumps(hf))
     zeros, mystery = "model.layers.1.self_attn.q_proj.zeros", "model.norm.mystery"
@@ -6961,15 +6959,10 @@ def test_quantize_latent_attention_absorbed_equals_expanded(scheme, skip):
     assert relative(torch.cat(parts, 1), wide) < tolerance
 
 
-@pytest.mark.parametrize(
+@quantize_cases(
     "scheme, backend",
-    [("int4", "eager")]
-    + [
-        pytest.param(*case, marks=pytest.mark.slow)
-        for case in (
-            ("llm.int8", "eager"), ("fp8-block", "eager"), *product(QUANTIZE_SCHEMES, ["inductor"])
-        )
-    ],
+    [("int4", "eager")],
+    [(scheme, "inductor") for scheme in ("int8", "int2", "llm.int8", "fp8", "fp8-block")],
 )
 def test_quantize_compiles_without_graph_breaks(scheme, backend):
     """A dense and an MoE layer compile to one graph and equal eager, for one token and several."""
@@ -7052,10 +7045,9 @@ def test_quantize_model_bad_flags_are_refused(argv, words, tmp_path, capsys):
         ("draft", "int8", "--calibrate equalize"),
         ("moe", "int8", "--calibrate bias"),
     ],
-    ("small", "moe"),
-    ("int8", "int8-dynamic", "llm.int8", "fp8"),
-    [""],
-    more=[
+    [
+        ("small", "fp8", ""),
+        ("moe", "llm.int8", ""),
         ("draft", "int2", "--calibrate tacq"),
         ("draft", "int8-dynamic", "--calibrate smoothquant"),
     ],
@@ -7410,8 +7402,7 @@ def fp8_train(folder: Path, out: Path, config: str, flags: str) -> int:
 @quantize_cases(
     "config, flags",
     [("dense", "--qat int4")],
-    ["dense", "moe"],
-    ["--fp8 rowwise", "--fp8 blockwise", "--qat int4"],
+    [("moe", "--fp8 blockwise"), ("moe", "--qat int4")],
 )
 def test_fp8_run_resumes_and_exports(flags, config, fp8_folder, tmp_path, capsys, monkeypatch):
     """A resumed --fp8 or --qat run equals an uninterrupted one, and exports plain bf16 weights."""
@@ -19022,7 +19013,7 @@ def test_calibrate_gptq_falls_back_to_rounding_per_row():
 
 
 @pytest.mark.parametrize(
-    "seeds", [[0], pytest.param([1, 2, 3, 4], marks=pytest.mark.slow)], ids=["0", "1-4"]
+    "seeds", [[0], pytest.param([1, 2], marks=pytest.mark.slow)], ids=["0", "1-2"]
 )
 @pytest.mark.parametrize(
     "spec",
@@ -20483,13 +20474,13 @@ def test_gguf_damaged_files_are_refused(tmp_path, capsys):
     assert refused(data[:4] + b"\1" + data[5:])  # version 1
     assert refused(data.replace(b"llama.block_count", b"llama.block\ncount"))
     infos = data.index(b"token_embd.weight") - 8
-    for n in [*range(32), *rng.sample(range(end), 40), *rng.sample(range(end, len(data) - 32), 10)]:
+    for n in [*range(32), *rng.sample(range(end), 20), *rng.sample(range(end, len(data) - 32), 5)]:
         assert refused(data[:n]), n
-    for at in [*range(4, 24), *rng.sample(range(infos, end - 32), 60)]:
+    for at in [*range(4, 24), *rng.sample(range(infos, end - 32), 30)]:
         changed = bytearray(data)
         changed[at] ^= 1 << rng.randrange(8)
         assert refused(bytes(changed)), at
-    for at in rng.sample(range(24, infos), 60):
+    for at in rng.sample(range(24, infos), 30):
         changed = bytearray(data)
         changed[at] ^= 1 << rng.randrange(8)
         refused(bytes(changed))

@@ -160,7 +160,7 @@ def template_environment() -> jinja2.Environment:
     environment.filters["tojson"] = _tojson
     environment.globals |= {
         "raise_exception": raise_exception,
-        "strftime_now": _strftime_now,
+        "strftime_now": lambda form: datetime.now().strftime(form),
         "namespace": namespace,
         "dict": _Dict(),
     }
@@ -214,7 +214,3 @@ def _tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False
     return json.dumps(
         x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)

@@ -225,9 +225,10 @@ def gptq(
 
     update = None if act_order else update_qparams
     qweight = _quantize_columns(W, keep, factor, spec, params, block_size, order, update)
-    both = spec.dequantize(qweight, *params), spec.dequantize(nearest_qweight, *nearest)
-    both = both if keep is None else [torch.where(keep, W, w) for w in both]
-    better = torch.lt(*(_row_errors(W, w, H) for w in both))[:, None]
+    ours, rounded = spec.dequantize(qweight, *params), spec.dequantize(nearest_qweight, *nearest)
+    if keep is not None:
+        ours, rounded = torch.where(keep, W, ours), torch.where(keep, W, rounded)
+    better = (_row_errors(W, ours, H) < _row_errors(W, rounded, H))[:, None]
     qweight = torch.where(better, qweight, nearest_qweight)
     return qweight, *(
         # a scale shared by all rows has not changed
@@ -341,9 +342,7 @@ def _check_finite(name: str, t: Tensor) -> None:
 
 
 @torch.no_grad()
-def awq_scales(
-    weights: Sequence[Tensor], mean_abs: Tensor, hessian: Tensor, spec: Any
-) -> Tensor:
+def awq_scales(weights: Sequence[Tensor], mean_abs: Tensor, hessian: Tensor, spec: Any) -> Tensor:
     """Scales s (K,) to fold into the linears that share an input, weights each (N, K): AWQ
     (arXiv:2306.00978, 3.2).
 

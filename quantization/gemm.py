@@ -64,6 +64,12 @@ def _check(condition: bool, message: str) -> None:
 # int8 or 38 int4 weights per clock and can issue 128 operations, so the budget per weight is small.
 # Quantized values stay integers, exact in any float format; x (q - zero) is summed in fp32 and each
 # group's sum is multiplied by its scale.
+#
+# The GEMV: each thread loads a chunk, 16 bytes of a row, and x in the order of `permute_for_gemv`:
+# loads of neighbouring threads coalesce. Values are masked in place in each half of a 32-bit word,
+# not shifted: value i is scaled by 2^(BITS * i), and x is divided by that. Rows are unrolled so
+# that every tile has the shape (BLOCK_C, 4) and the same layout: x is loaded once for all rows, by
+# the threads that need it. Masks that are always true (EVEN) are removed by the compiler.
 
 
 @jit
@@ -75,15 +81,8 @@ def _gemv_kernel(
     BITS: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """y[n] = sum_g scale[n, g] sum_(k in g) x[k] (q[n, k] - zero[n, g]). Grid (tiles of N, SPLITS).
-
-    Each thread loads a chunk, 16 bytes of a row, and x in the order of `permute_for_gemv`: loads of
-    neighbouring threads coalesce. Values are masked in place in each half of a 32-bit word, not
-    shifted: value i is scaled by 2^(BITS * i), and x is divided by that. The zero point is
-    subtracted from the sum: sum x q - zero * sum x, where sum x is shared by all rows. Rows are
-    unrolled so that every tile has the shape (BLOCK_C, 4) and the same layout: x is loaded once for
-    all rows, by the threads that need it.
-    """
+    """y[n] = sum_g scale[n, g] (sum_(k in g) x[k] q[n, k] - zero[n, g] sum_(k in g) x[k]).
+    Grid (tiles of N, SPLITS). The sum of x is shared by all rows."""
     PER_HALF: tl.constexpr = 16 // BITS  # values in half a word
     PER_CHUNK: tl.constexpr = 128 // BITS
     first_row, first = tl.program_id(0) * BLOCK_N, tl.program_id(1) * chunks_per_split
@@ -93,7 +92,7 @@ def _gemv_kernel(
     for start in range(first, tl.minimum(first + chunks_per_split, chunks), BLOCK_C):
         chunk = start + tl.arange(0, BLOCK_C)[:, None]
         at = chunk * 4 + word
-        mask = (chunk < chunks) | EVEN  # a mask that is always true is removed by the compiler
+        mask = (chunk < chunks) | EVEN
         qs, parts, sum_x = (), (zero_tile,) * BLOCK_N, zero_tile
         for r in tl.static_range(BLOCK_N):
             row = tl.minimum(first_row + r, N - 1).to(tl.int64)
@@ -599,7 +598,6 @@ def _gemm_kernel(
     precision: tl.constexpr = PRECISION if a_ptr.dtype.element_ty == tl.float32 else None
     accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.int32 if INT32_SUM else tl.float32)
     for start in range(0, K, BLOCK_K):
-        # masks that are always true are removed by the compiler
         a = tl.load(a_ptrs, mask=(k[None, :] < K - start) | EVEN, other=0.0)
         b = tl.load(b_ptrs, mask=(k[:, None] < K - start) | EVEN, other=0.0)
         if PROMOTE:
