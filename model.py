@@ -1281,13 +1281,18 @@ def _check_values(
         _check(hf[key] in allowed[key], f"{where}{key} is {hf[key]!r}; known: {known}")
 
 
+LIMITS = dict.fromkeys(("num_hidden_layers", "num_nextn_predict_layers"), 10_000)
+LIMITS |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 100_000)
+
+
 def _check_type(value: Any, kind: type, name: str) -> None:
     """Strictly: "32", 32.0 and True are not ints. A float is finite; an int is one too."""
     ok = type(value) is kind
     if kind is float:
         ok = type(value) in (int, float) and abs(value) < 1e300
     _check(ok, f"{name} must be {kind.__name__}, not {value!r}")
-    _check(kind is not int or abs(value) < 2**31, f"{name} must be less than 2**31, not {value}")
+    limit = LIMITS.get(name, 2**31)
+    _check(kind is not int or abs(value) < limit, f"{name} must be less than {limit}, not {value}")
 
 
 def _typed(hf: Json, key: str, kind: type, default: Any = REQUIRED) -> Any:

@@ -43,6 +43,7 @@ Shapes: M rows of x, N output and K input features, G groups of a row.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -57,6 +58,19 @@ from torch import Tensor, nn
 # --------------------------------------------------------------------------------------------------
 # Integer quantization: scales, zero points, packing
 # --------------------------------------------------------------------------------------------------
+
+
+def dequantize(qdata: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+    """(qdata - zeros) * scales in fp32: qdata (..., N, K), scales and zeros (..., N, G)."""
+    expand = partial(_expand_groups, K=qdata.shape[-1])
+    shifted = qdata.float() if zeros is None else qdata.float() - expand(zeros)
+    return shifted * expand(scales)
+
+
+def _expand_groups(per_group: Tensor, K: int) -> Tensor:
+    """(..., N, G) -> (..., N, K) fp32, or (..., N, 1) if G is 1."""
+    G = per_group.shape[-1]
+    return per_group.float() if G == 1 else per_group.float().repeat_interleave(K // G, -1)
 
 
 @dataclass(frozen=True)
@@ -108,32 +122,13 @@ class QuantSpec:
         if size and max(-low, high) > largest:
             raise ValueError(f"holds values beyond {largest:.3g}, too large for the scales' dtype")
 
-    def choose_qparams(self, w: Tensor, ranges: str = "minmax") -> tuple[Tensor, Tensor | None]:
-        """Scales (N, G) fp32 and zeros (N, G) uint8, None if symmetric. ranges: "minmax" clips
-        nothing, "mse" clips to the range with the least squared error of the group (2.3.1 there).
-        A group of zeros has scale 1."""
+    def choose_qparams(self, w: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The smallest scales (N, G) fp32, and zeros (N, G) uint8, None if symmetric, whose range
+        contains all weights and 0. A group of zeros has scale 1."""
         self.check(w)
-        if ranges not in ("minmax", "mse"):
-            raise ValueError(f"ranges must be 'minmax' or 'mse', not {ranges!r}")
-        w = w.float()
-        w = w.reshape(1, -1) if self.group_size == 0 else w
+        w = w.float().reshape(1, -1) if self.group_size == 0 else w.float()
         groups = w.unflatten(1, (-1, self.group_size or w.shape[1]))
         low, high = groups.amin(-1), groups.amax(-1)
-        scales, zeros = self._range_to_qparams(low, high)
-        if ranges == "minmax":
-            return scales, zeros
-        best = torch.full_like(low, math.inf)
-        for ratio in torch.linspace(1, 0.4, 25).tolist():
-            s, z = self._range_to_qparams(ratio * low, ratio * high)
-            rounded = self.dequantize(self.quantize(w, s, z), s, z)
-            error = (rounded - w).view_as(groups).square().sum(-1)
-            better = error < best
-            best, scales = torch.where(better, error, best), torch.where(better, s, scales)
-            zeros = None if z is None else torch.where(better, z, zeros)
-        return scales, zeros
-
-    def _range_to_qparams(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The smallest scales, and zeros, whose range contains low..high and 0."""
         q_min, q_max = self.limits
         if self.signed_scale:
             scales = torch.where(-low > high, low, high) / q_min
@@ -156,22 +151,7 @@ class QuantSpec:
         qdata = qdata if zeros is None else qdata + expand(zeros)
         return qdata.clamp(*self.limits).to(torch.int8 if self.symmetric else torch.uint8)
 
-    def dequantize(self, qdata: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
-        """q (N, K) -> w' (N, K) fp32."""
-        return dequantize(qdata, scales, zeros)
-
-
-def dequantize(qdata: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
-    """(qdata - zeros) * scales in fp32: qdata (..., N, K), scales and zeros (..., N, G)."""
-    expand = partial(_expand_groups, K=qdata.shape[-1])
-    shifted = qdata.float() if zeros is None else qdata.float() - expand(zeros)
-    return shifted * expand(scales)
-
-
-def _expand_groups(per_group: Tensor, K: int) -> Tensor:
-    """(..., N, G) -> (..., N, K) fp32, or (..., N, 1) if G is 1."""
-    G = per_group.shape[-1]
-    return per_group.float() if G == 1 else per_group.float().repeat_interleave(K // G, -1)
+    dequantize = staticmethod(dequantize)
 
 
 def pack(qdata: Tensor, bits: int) -> Tensor:
@@ -216,11 +196,10 @@ def weight_only(
 ) -> Tensor:
     """Quantized weights, 16-bit activations: int8 by row (qweight (N, K) int8), or int4 by group
     (qweight (N, K / 2) uint8). Decoding is bound by reading weights, so a fast kernel unpacks them
-    in registers: torch has one for int8 on a CPU, and one for int4 after `pack_for_torch_cpu_`;
-    others are installed by `use_linear_fn_`."""
+    in registers: torch has one for int8 on a CPU; others are installed by `use_linear_fn_`."""
     bits, rows = 8 if zeros is None else 4, x.numel() // x.shape[-1]
     fits = x.shape[-1] % 32 == 0 == len(qweight) % 16  # else torch's op reads out of bounds
-    fits = fits and x.dtype != torch.float16  # in fp16 its sums would overflow
+    fits = fits and x.dtype in (torch.float32, torch.bfloat16)  # in fp16 its sums would overflow
     unsupported = x.is_cuda or x.requires_grad or torch.compiler.is_compiling()
     if unsupported or bits == 4 or not 0 < rows <= 8 or not fits:
         return dequantized_linear(x, qweight, scales, zeros, bias, bits)
@@ -453,32 +432,34 @@ class Scheme:
     @property
     def is_weight_only(self) -> bool:
         """Whether activations stay in 16 bits."""
-        return self.spec is not None and self.linear_fn not in (
-            int8_dynamic,
-            llm_int8,
-            block_linear,
-        )
+        rounding_x = int8_dynamic, llm_int8, block_linear
+        return self.spec is not None and self.linear_fn not in rounding_x
+
+    @property
+    def has_group_size(self) -> bool:
+        """Whether the group size can be chosen."""
+        return self.spec is not None and not self.spec.symmetric
 
     def check(self, weight: Tensor) -> None:
         """ValueError unless weight (..., N, K) can be quantized with this scheme."""
         (self.spec or QuantSpec()).check(weight)
 
-    def quantize(self, weight: Tensor, ranges: str = "minmax") -> QTensors:
+    def quantize(self, weight: Tensor) -> QTensors:
         """weight (N, K) -> the tensors that are stored."""
         if self.spec is None:
             return *to_fp8(weight, self.granularity), None
-        if weight.is_meta and self.spec.group_size != 0:  # the shapes are those of one row, N times
+        if weight.is_meta:  # the shapes are those of one row, N times
             with torch.device("cpu"):  # callers may have set it to meta
                 row = self.quantize(torch.zeros(1, weight.shape[1]))
             meta = partial(torch.empty, device="meta")
             shape = lambda t: (len(weight), *t.shape[1:])
             return tuple(t if t is None else meta(shape(t), dtype=t.dtype) for t in row)
         rows = len(weight)
-        if weight.device.type == "cpu" and self.spec.group_size != 0:
+        if weight.device.type == "cpu":
             rows = max(1, QUANTIZED_AT_ONCE // weight.shape[1])
         parts = []
         for block in weight.split(max(1, rows)):
-            scales, zeros = self.spec.choose_qparams(block, ranges)
+            scales, zeros = self.spec.choose_qparams(block)
             parts.append(self.pack(self.spec.quantize(block, scales, zeros), scales, zeros))
         return tuple(None if each[0] is None else torch.cat(each) for each in zip(*parts))
 
@@ -538,8 +519,8 @@ def get_scheme(name: str, group_size: int | None = None) -> Scheme:
     scheme = SCHEMES[name]
     if group_size is None:
         return scheme
-    if scheme.spec is None or not scheme.spec.group_size or isinstance(scheme, BlockScheme):
-        grouped = ", ".join(n for n, s in SCHEMES.items() if s.spec and not s.spec.symmetric)
+    if not scheme.has_group_size:
+        grouped = ", ".join(n for n, s in SCHEMES.items() if s.has_group_size)
         raise ValueError(f"group_size requires one of {grouped}, not {name}")
     if type(group_size) is not int or group_size < 8 or group_size & (group_size - 1):
         raise ValueError(
@@ -735,13 +716,12 @@ def quantize_module(
     *,
     skip: Sequence[str] = (),
     rounding: Rounding | None = None,
-    ranges: str = "minmax",
 ) -> nn.Module:
     """The module to put in this module's place: a QuantizedLinear for an nn.Linear; any other
     module itself, its stacked expert weights quantized. `name` is passed to skip and rounding."""
     for full, weight in quantizable_weights(name, module, skip).items():
         try:
-            qtensors = _quantize_weight(full, weight, scheme, rounding, ranges)
+            qtensors = _quantize_weight(full, weight, scheme, rounding)
         except ValueError as e:
             raise ValueError(f"{full}: {e}") from None
         if type(module) is nn.Linear:
@@ -754,12 +734,12 @@ def quantize_module(
 
 
 def _quantize_weight(
-    name: str, weight: Tensor, scheme: Scheme, rounding: Rounding | None, ranges: str
+    name: str, weight: Tensor, scheme: Scheme, rounding: Rounding | None
 ) -> QTensors:
     """Quantize a weight (N, K), or a stack (E, N, K) expert by expert."""
     if weight.dim() == 3:
         experts = enumerate(weight[:1] if weight.is_meta else weight)
-        each = [_quantize_weight(f"{name}.{e}", w, scheme, rounding, ranges) for e, w in experts]
+        each = [_quantize_weight(f"{name}.{e}", w, scheme, rounding) for e, w in experts]
         stacked = (None if part[0] is None else torch.stack(part) for part in zip(*each))
         if weight.is_meta:
             stacked = (p if p is None else p.expand(len(weight), *p.shape[1:]) for p in stacked)
@@ -767,7 +747,7 @@ def _quantize_weight(
     scheme.check(weight)
     if rounding is not None and scheme.spec is not None and not weight.is_meta:
         return scheme.pack(*rounding(name, weight.float()))
-    return scheme.quantize(weight, ranges)
+    return scheme.quantize(weight)
 
 
 def quantize_(
@@ -777,7 +757,6 @@ def quantize_(
     skip: str | Sequence[str] = (),
     group_size: int | None = None,
     rounding: Rounding | None = None,
-    ranges: str = "minmax",
 ) -> nn.Module:
     """Quantize `model` in place: every nn.Linear below it (exactly that type) and stacked experts
     (parameters w_gate_up (E, 2F, C) and w_down (E, C, F) of a module with an `experts` hook).
@@ -786,9 +765,9 @@ def quantize_(
     Unchanged: norms, embeddings, routers, a Linear that shares its weight with another module (a
     tied head), and `skip`: names, or dotted parts of names ("head", "layers.0", "kv_b_proj").
     scheme is a key of SCHEMES, group_size applies to int4, int3 and int2. `rounding` replaces
-    round-to-nearest (see calibrate.gptq); `ranges` is QuantSpec.choose_qparams's. ValueError,
-    before anything is changed, names the layer: unknown scheme, a group_size that does not divide
-    K, NaN, a skip that matches nothing. (If `rounding` raises, earlier layers are replaced.)
+    round-to-nearest (see calibrate.gptq). ValueError, before anything is changed, names the layer:
+    unknown scheme, a group_size that does not divide K, NaN, a skip that matches nothing. (If
+    `rounding` raises, earlier layers are replaced.)
     """
     chosen = get_scheme(scheme, group_size)
     skip = (skip,) if isinstance(skip, str) else tuple(skip)
@@ -799,13 +778,25 @@ def quantize_(
         why = "the model is already quantized" if done else "skip excludes them all, or it has none"
         raise ValueError(f"no nn.Linear or stacked experts to quantize: {why}")
     check_weights(todo, chosen.check, skip)
-    for name in list(todo):
-        module = todo.pop(name)  # drop the reference to the old weight
-        new = quantize_module(name, module, chosen, skip=skip, rounding=rounding, ranges=ranges)
+    quantize_modules_(model, todo, chosen, skip, rounding)
+    return model
+
+
+def quantize_modules_(
+    model: nn.Module,
+    modules: dict[str, nn.Module],
+    scheme: Scheme,
+    skip: Sequence[str],
+    rounding: Rounding | None = None,
+) -> None:
+    """Quantize these modules of the model, given by their full names, and empty the dict: each old
+    weight is freed before the next is quantized."""
+    for name in list(modules):
+        module = modules.pop(name)
+        new = quantize_module(name, module, scheme, skip=skip, rounding=rounding)
         if new is not module:
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, new)
-    return model
 
 
 def use_linear_fn_(
@@ -818,27 +809,6 @@ def use_linear_fn_(
         if isinstance(module, QuantizedModule) and module.scheme.linear_fn is replaced:
             module.linear_fn = linear_fn
     return model
-
-
-def pack_for_torch_cpu_(model: nn.Module) -> nn.Module:
-    """Run int4 layers with torch's own CPU kernel. Its layout depends on the CPU, so qweight is
-    kept too, for saving. Requires bf16, groups of 32, 64, 128 or 256, and output features a
-    multiple of 16."""
-    for module in model.modules():
-        if isinstance(module, QuantizedLinear) and module.scheme.name == "int4":
-            qdata, zeros = unpack(module.qweight, 4).int(), module.zeros.float()
-            packed = torch._convert_weight_to_int4pack_for_cpu(qdata, 1)
-            shift = (8 - zeros) * module.scales.float()  # torch's integers start at -8
-            both = torch.stack((module.scales.float(), shift), -1).transpose(0, 1)
-            args = packed, module.in_features // zeros.shape[1], both.bfloat16().contiguous()
-            module.linear_fn = partial(_torch_int4, args)
-    return model
-
-
-def _torch_int4(args: tuple, x: Tensor, *qtensors_and_bias: Tensor | None) -> Tensor:
-    y = torch._weight_int4pack_mm_for_cpu(x.reshape(-1, x.shape[-1]), *args)
-    y, bias = y.view(*x.shape[:-1], -1), qtensors_and_bias[-1]
-    return y if bias is None else y + bias
 
 
 # --------------------------------------------------------------------------------------------------
@@ -854,7 +824,7 @@ def to_config(model: nn.Module, scheme: str, group_size: int | None, skip: Seque
     kept = {n: len(m.kept_index) for n, m in layers.items() if m.kept_index is not None}
     added = [n for n, m in layers.items() if m.has_added_bias]
     chosen = get_scheme(scheme, group_size)
-    size = None if isinstance(chosen, BlockScheme) else chosen.spec and chosen.spec.group_size
+    size = chosen.spec.group_size if chosen.has_group_size else None
     config = {"quant_method": "sheaf", "version": VERSION, "scheme": scheme, "group_size": size}
     config |= {"skip": list(skip)} | ({"kept": kept} if kept else {})
     return config | ({"added_bias": added} if added else {})
@@ -1063,23 +1033,16 @@ def _fake_quantized_experts(
 
 
 def check(device: str) -> None:
-    """Every scheme's matmul against its dequantized weight, and the FP8 casts against torch."""
-    rng = torch.Generator().manual_seed(0)
-    for name in SCHEMES:
-        for N, K, rows in ((48, 64, 1), (64, 256, 5), (7, 96, 130)):
-            linear = nn.Linear(K, N, bias=N % 2 == 1).to(device, torch.bfloat16)
-            linear.requires_grad_(False)
-            x = torch.randn(1, rows, K, generator=rng).to(device, torch.bfloat16)
-            (layer,) = quantize_(nn.Sequential(linear), name)
-            bias = None if layer.bias is None else layer.bias.double()
-            exact = F.linear(x.double(), layer.weight.double(), bias)
-            error = ((layer(x).double() - exact).norm() / exact.norm()).item()
-            limit = 5e-3 if SCHEMES[name].is_weight_only else 5e-2
-            assert error < limit, (name, N, K, rows, error)
-    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.float16)
-    numbers = numbers[numbers.abs() <= 448].float()
-    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-        assert torch.equal(round_fp8(numbers, dtype), numbers.to(dtype).float())
+    """Every scheme's matmul against its dequantized weight, and the FP8 cast against torch's."""
+    for name, (N, K, rows) in itertools.product(SCHEMES, ((48, 64, 1), (7, 96, 130))):
+        x = torch.randn(rows, K, device=device, dtype=torch.bfloat16)
+        linear = nn.Linear(K, N, device=device, dtype=x.dtype)
+        (layer,) = quantize_(nn.Sequential(linear), name)
+        exact = F.linear(x.double(), layer.weight.double(), layer.bias.double())
+        error = ((layer(x).double() - exact).norm() / exact.norm()).item()
+        assert error < (5e-3 if SCHEMES[name].is_weight_only else 5e-2), (name, N, K, rows, error)
+    numbers = 448 * torch.randn(9999).clamp(-1, 1)
+    assert torch.equal(round_fp8(numbers), numbers.to(torch.float8_e4m3fn).float())
 
 
 def main(size: int = 2048) -> None:
@@ -1090,13 +1053,13 @@ def main(size: int = 2048) -> None:
     check(device)
     dense = nn.Linear(size, size, bias=False).to(device, torch.bfloat16)
     inputs = [torch.randn(n, size, device=device, dtype=torch.bfloat16) for n in (1, 8, 128)]
-    exact = dense(inputs[2]).float()
     print(f"{size} x {size}, {'bytes':>9}{'error':>9}{'ms x1':>9}{'x8':>9}{'x128':>9}")
     for name in ("bf16", *SCHEMES):
         layer = nn.Sequential(copy.deepcopy(dense))
         if name != "bf16":
             quantize_(layer, name)
         ratio = sum(t.nbytes for t in (*layer.parameters(), *layer.buffers())) / (2 * size * size)
+        exact = dense(inputs[2]).float()
         error = (layer(inputs[2]).float() - exact).norm() / exact.norm()
         time = lambda x: Timer("f(x)", globals=dict(f=layer, x=x)).blocked_autorange().median
         ms = "".join(f"{1e3 * time(x):>9.3f}" for x in inputs)

@@ -1796,6 +1796,7 @@ BAD_CONFIGS = {  # key -> (value, the field that the error names, if it is anoth
     "hidden_act": ("gelu", ""),
     "hidden_size": ("48", "hidden_size.*int"),
     "num_hidden_layers": (True, "num_hidden_layers.*int"),
+    "num_hidden_layers ": (10**9, "num_hidden_layers.*less than 10000"),
     "num_key_value_heads": (3, ""),
     "final_logit_softcapping": (30.0, ""),
     "attn_logit_softcapping": (50.0, ""),
@@ -1845,6 +1846,7 @@ DeepseekV3 num_experts_per_tok 9
 DeepseekV3 n_group 3
 DeepseekV3 n_shared_experts -1
 DeepseekV3 num_nextn_predict_layers -1
+DeepseekV3 n_routed_experts 1000000000
 DeepseekV3 qk_rope_head_dim 9
 Mixtral router_jitter_noise 0.1
 Mixtral num_local_experts 0
@@ -2127,12 +2129,21 @@ BAD_FOLDERS = {
         lambda f: f.config.write_text(f.config.read_text()[:60]),
         "config.json.*JSON",
     ),
+    "deep config": (lambda f: f.config.write_text('{"a":' * 100_000), "config.json.*JSON"),
     "no object": (lambda f: f.config.write_text("[1, 2]"), "config.json"),
     "missing field": (
         lambda f: f.config.write_text(f.config.read_text().replace('"vocab_size"', '"x"')),
         "config.json.*vocab_size",
     ),
     "no weights": (lambda f: f.weights.unlink(), "model.safetensors"),
+    "link to no weights": (
+        lambda f: (f.weights.unlink(), f.weights.symlink_to("gone")),
+        "model.safetensors.*No such file",
+    ),
+    "link to no index": (
+        lambda f: (f.weights.unlink(), f.index.symlink_to("gone")),
+        "index.json.*No such file",
+    ),
     "truncated": (
         lambda f: f.weights.write_bytes(f.weights.read_bytes()[:-100]),
         "model.safetensors.*truncated",
@@ -2168,6 +2179,7 @@ BAD_FOLDERS = {
         f"surprise.*{AGAIN}|{AGAIN}.*surprise",
     ),
     "shards: tensor in two": (lambda f: f.tensor_in_two_shards(), AGAIN),
+    "shards: name of two lines": (lambda f: f.point("a", "b\nc"), r"missing files: 'b\\nc'"),
     "shards: one is missing": (lambda f: f.shards[1].unlink(), "lists missing files"),
     "tied: the head differs": (
         lambda f: f.tensors(**{"lm_head.weight": torch.ones(97, 48)}),
@@ -2722,6 +2734,10 @@ def test_template_locations(tmp_path):
     (folder / "chat_template.jinja").write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match="chat_template.jinja: not UTF-8"):
         load_chat_template(folder)
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.jinja").symlink_to("gone")
+    with pytest.raises(ValueError, match="chat_template.jinja: cannot be read"):
+        load_chat_template(folder)
 
 
 # ---- Bad input ----
@@ -2777,8 +2793,12 @@ REFUSED["tokenizer: no file"] = (
     lambda: K.load_tokenizer(REPO / "serving"),
     "serving: .*tokenizer.json nor tokenizer.model",
 )
+TOKENIZER_FILES = ["tokenizer.json", "tokenizer.model"]
+TOKENIZER_FILES += [f"{x}.json" for x in ("tokenizer_config", "special_tokens_map", "added_tokens")]
+TWICE = PIECES + 2 * b"\n\5\n\1\xff\x18\4"  # a piece whose name in the error is not UTF-8
 TIKTOKEN, POINTER = b"IQ== 0\nIg== 1\nIw== 2\n", b"version https://git-lfs.github.com/spec/v1\n"
-BAD_FILES = [  # file, content, a regex of the error
+BAD_FILES = [  # file, content (None: a link to a missing file), a regex of the error
+    ("tokenizer.model", TWICE, "not a sentencepiece model"),
     ("tokenizer.model", b'{"version": "1.0"}', "JSON; rename it to tokenizer.json"),
     ("tokenizer.model", TIKTOKEN, "tiktoken.*Meta.*tokenizer.json"),
     ("tokenizer.model", PIECES[:-1], "truncated; copy it again"),
@@ -2791,7 +2811,9 @@ BAD_FILES = [  # file, content, a regex of the error
     ("tokenizer_config.json", b"\xff", "copy it again"),
     ("tokenizer_config.json", b"[" * 100_000, "copy it again"),
     ("tokenizer_config.json", {"add_bos_token": "yes"}, "add_bos_token must be true or false"),
-    ("tokenizer_config.json", {"bos_token": 3}, "bos_token must be a string"),
+    ("tokenizer_config.json", {"bos_token": 3}, "bos_token must be Unicode text"),
+    ("tokenizer_config.json", {"bos_token": "\ud800"}, "bos_token must be Unicode text"),
+    *((file, None, "cannot be read .No such file") for file in TOKENIZER_FILES),
     ("tokenizer_config.json", {"bos_token": {"text": "<s>"}}, "bos_token .*content"),
     ("tokenizer_config.json", {"added_tokens_decoder": ["<s>"]}, "added_tokens_decoder must"),
     ("tokenizer_config.json", {"added_tokens_decoder": {"a": "<s>"}}, "added_tokens_decoder .*ids"),
@@ -2814,12 +2836,17 @@ BAD_FILES = [  # file, content, a regex of the error
 def test_tokenizer_bad_files_are_refused(tmp_path, file, content, words):
     """One line with the file, the field or what the file contains instead, and the fix; with either
     kind of tokenizer file."""
-    content = content if isinstance(content, bytes) else json.dumps(content).encode()
     (tmp_path / "tokenizer.model").write_bytes(PIECES)
     for kind in ("tokenizer.model", "tokenizer.json"):
+        (tmp_path / file).unlink(missing_ok=True)
         if kind == "tokenizer.json" and file != "tokenizer.model":
             template_folder(tmp_path, "")
-        (tmp_path / file).write_bytes(content)
+            (tmp_path / file).unlink(missing_ok=True)
+        if content is None:
+            (tmp_path / file).symlink_to("gone")
+        else:
+            data = content if isinstance(content, bytes) else json.dumps(content).encode()
+            (tmp_path / file).write_bytes(data)
         with pytest.raises(ValueError, match=words) as e:
             K.eos_ids(tmp_path, ())
             K.load_tokenizer(tmp_path)
@@ -6206,13 +6233,13 @@ def quantize_bf16(x: np.float32) -> np.float32:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)[0]
 
 
-def quantize_by_loops(w: torch.Tensor, spec, ratio: float = 1.0) -> tuple[torch.Tensor, ...]:
+def quantize_by_loops(w: torch.Tensor, spec) -> tuple[torch.Tensor, ...]:
     """w (N, K) -> q, scales, zeros and the dequantized weights, group by group in numpy's fp32: as
-    in the white paper, 2.2, of `ratio` of each range. Scales of groups are bf16, rounded up."""
+    in the white paper, 2.2. Scales of groups are bf16, rounded up."""
     f, w, top = np.float32, w.float().numpy(), 2 ** (spec.bits - spec.symmetric) - 1
     low, found = -top if spec.symmetric else 0, []
     for part in w.reshape(-1, w.size if spec.group_size == 0 else spec.group_size or w.shape[1]):
-        least, most = f(ratio) * part.min(), f(ratio) * part.max()
+        least, most = part.min(), part.max()
         if spec.symmetric:
             scale = max(-least, most) / f(top)
         else:
@@ -6230,7 +6257,7 @@ def quantize_by_loops(w: torch.Tensor, spec, ratio: float = 1.0) -> tuple[torch.
 
 def quantize_check(spec: Q.QuantSpec, w: torch.Tensor) -> None:
     """spec quantizes w as the loops do, bit for bit; zero stays zero; nothing in range moves by
-    more than half a step; columns of one group alone give the same; "mse" is the best range."""
+    more than half a step; columns of one group alone give the same."""
     before, (want, want_scales, want_zeros, want_back) = w.clone(), quantize_by_loops(w, spec)
     scales, zeros = spec.choose_qparams(w)
     q = spec.quantize(w, scales, zeros)
@@ -6248,13 +6275,6 @@ def quantize_check(spec: Q.QuantSpec, w: torch.Tensor) -> None:
     s, z, last = scales[:, -1:], None if zeros is None else zeros[:, -1:], slice(-width, -1)
     assert torch.equal(spec.quantize(w[:, last], s, z), q[:, last])
     assert torch.equal(spec.dequantize(q[:, last], s, z), back[:, last])
-    if w.dtype == torch.float32:
-        width = w.numel() if spec.group_size == 0 else width
-        errors = lambda back: (back - w).square().reshape(-1, width).sum(-1)
-        scales, zeros = spec.choose_qparams(w, "mse")
-        least = errors(spec.dequantize(spec.quantize(w, scales, zeros), scales, zeros))
-        for ratio in (1, 0.85, 0.7, 0.55, 0.4):
-            assert (least <= errors(quantize_by_loops(w, spec, ratio)[3]) * (1 + 1e-6)).all()
 
 
 @pytest.mark.parametrize("w", QUANTIZE_WEIGHTS.values(), ids=QUANTIZE_WEIGHTS)
@@ -6269,7 +6289,7 @@ def test_quantize_grid_equals_loops_in_numpy(w):
 QUANTIZE_MISTAKES = {
     "quantize": lambda self, w, *qparams: Q.QuantSpec.quantize(self, 0.99 * w, *qparams),
     "dequantize": lambda self, q, scales, zeros: Q.dequantize(q, scales, None),
-    "choose_qparams": lambda self, w, *ranges: Q.QuantSpec.choose_qparams(self, w),  # not mse
+    "choose_qparams": lambda self, w: Q.QuantSpec.choose_qparams(self, 0.99 * w),
 }
 
 
@@ -6296,9 +6316,9 @@ def test_quantize_pack_equals_the_layout_and_unpack_its_inverse(bits):
 
 
 def quantize_refused():
-    for size, ranges, bad in product((0, None, 16), ("minmax", "mse"), (math.nan, INF, -INF)):
+    for size, bad in product((0, None, 16), (math.nan, INF, -INF)):
         w = torch.tensor([[1.0] * 47 + [bad]])
-        yield partial(Q.QuantSpec(4, size).choose_qparams, w, ranges), "NaN or infinity"
+        yield partial(Q.QuantSpec(4, size).choose_qparams, w), "NaN or infinity"
     for bits in (0, 1, 9, -4):
         yield partial(Q.QuantSpec, bits), f"bits .*{bits}"
     for size in (0, 1, 4, 24, -32, 33, 32.0):
@@ -6314,7 +6334,6 @@ def quantize_refused():
         call = partial(Q.quantize_, quantize_tree(), "int8", skip=("head", skip))
         yield call, re.escape(repr(skip))
     w = torch.ones(4, 48)
-    yield partial(Q.QuantSpec(8).choose_qparams, w, "all"), "ranges .*minmax.*mse.*all"
     yield partial(Q.QuantSpec(4, 32).choose_qparams, w), "group_size 32 .* 48 .*8, 16"
 
 
@@ -6459,6 +6478,7 @@ def test_quantize_matmul_equals_its_formula(scheme, dtype):
         want = layer(sick)
         sick[2, 5] = math.nan
         assert layer(sick)[2].isnan().all() and relative(layer(sick)[well], want[well]) < 1e-6
+        assert relative(layer.double()(sick[well].double()), want[well].double()) < limit
 
 
 def test_quantize_llm_int8_in_a_cuda_graph(monkeypatch):
@@ -6519,18 +6539,6 @@ def test_quantize_copies_and_writes_take_effect(scheme):
             assert torch.equal(got(x), layer(x)) and torch.equal(got(x[:1]), layer(x[:1]))
 
 
-def test_quantize_torch_cpu_kernel_for_int4():
-    """pack_for_torch_cpu_: torch's own int4 kernel gives the dequantized weight's output."""
-    for size, bias in ((32, True), (64, False), (128, True)):
-        layer = quantize_layer("int4", 64, 256, dtype=torch.bfloat16, bias=bias, size=size)
-        x, before = quantize_normal(2, 3, 256, dtype=torch.bfloat16), quantize_raw(layer)
-        bias = layer.bias.double() if bias else None
-        want = F.linear(x.double(), layer.weight.double(), bias)
-        Q.pack_for_torch_cpu_(nn.Sequential(layer))
-        assert layer.linear_fn is not layer.scheme.linear_fn
-        assert bitwise_equal(quantize_raw(layer), before) and relative(layer(x), want) < 5e-3
-
-
 # ---- replacing the modules of a model ----
 
 QUANTIZE_FAMILIES = {  # all widths are multiples of 8
@@ -6540,19 +6548,17 @@ QUANTIZE_FAMILIES = {  # all widths are multiples of 8
 }
 
 
-def quantize_cases(names: str, some, *every, more=()):
-    """Parametrize over the combinations `some`, and as slow tests over all others and `more`."""
-    others = [*more, *product(*every)]
-    rest = [pytest.param(*c, marks=pytest.mark.slow) for c in others if c not in some]
+def quantize_cases(names: str, some, slow):
+    """Parametrize over the cases `some`, and over others as slow tests."""
+    rest = [pytest.param(*case, marks=pytest.mark.slow) for case in slow]
     return pytest.mark.parametrize(names, [*some, *rest])
 
 
-quantize_pairs = quantize_cases(  # every family and every scheme once
+quantize_pairs = quantize_cases(  # every family and every scheme; latent, which has experts, by all
     "family, scheme",
     [("qwen2", "int8"), ("qwen2", "fp8"), ("llama", "int4"), ("llama", "llm.int8")]
     + [("latent", scheme) for scheme in ("int3", "int2", "int8-dynamic", "fp8-block")],
-    QUANTIZE_FAMILIES,
-    QUANTIZE_SCHEMES,
+    [("latent", scheme) for scheme in ("int8", "fp8", "int4", "llm.int8")],
 )
 
 
@@ -6717,7 +6723,6 @@ QUANTIZE_FAILS = [  # the last layer cannot be quantized: spoil(model), argument
     (id, dict(scheme="int4", group_size=32), "group_size 32 .* 24 .*8"),
     (id, dict(scheme="int9"), "scheme 'int9'"),
     (id, dict(scheme="int8", skip=("head", "no_such")), "skip: .*'no_such'"),
-    (id, dict(scheme="int8", ranges="no_such"), "ranges .*no_such"),
     (lambda m: Q.quantize_(m, "int8"), dict(scheme="int4"), "already quantized"),
     (id, dict(scheme="int8", skip=("layers", "mtp", "head")), "skip"),
 ]
@@ -6738,7 +6743,7 @@ def test_quantize_failure_leaves_the_model_unchanged(spoil, kwargs, words):
 
 
 def test_quantize_rounding_by_a_callable():
-    """rounding(name, weight) is called for each layer and expert and stored; "mse" is closer."""
+    """rounding(name, weight) is called for each layer and expert, and its result stored."""
     spec, plain, seen = Q.get_scheme("int4", 8).spec, quantize_random("latent", torch.bfloat16), {}
 
     def nearest(name, w, silent=False):
@@ -6755,10 +6760,6 @@ def test_quantize_rounding_by_a_callable():
     assert stacks and bitwise_equal(seen, want)
     silent = quantize_done(quantize(rounding=partial(nearest, silent=True)))
     assert silent and not any(w.any() for w in silent.values())
-    for leaf in ("layers.0.attention.o_proj.weight", "layers.1.mlp.w_down"):
-        want = plain.state_dict()[leaf].float()
-        done = [quantize_done(quantize(ranges=ranges))[leaf] for ranges in ("minmax", "mse")]
-        assert relative(done[1].float(), want) < 0.999 * relative(done[0].float(), want)
 
 
 # ---- saving and loading ----
@@ -6894,6 +6895,10 @@ def test_quantize_bad_checkpoints_are_refused(tmp_path):
         config.write_text(json.dumps(hf | changed))
         with pytest.raises(ValueError, match=f"(?s){word}"):
             quantize_load(tmp_path)
+    stored = {"quantization_config": {"quant_method": "sheaf", "gguf": ["lm_head"]}}
+    config.write_text(json.dumps(hf | stored))
+    with pytest.raises(ValueError, match="config.json: quantization_config: gguf is unknown"):
+        LOAD.load(G.parse_args(["--checkpoint", str(tmp_path)]), torch.device("cpu"))
     config.write_text(json.dumps(hf))
     zeros, mystery = "model.layers.1.self_attn.q_proj.zeros", "model.norm.mystery"
     for name, value in ((zeros, None), (zeros, tensors[zeros].float()), (mystery, torch.ones(2))):
@@ -6937,15 +6942,10 @@ def test_quantize_latent_attention_absorbed_equals_expanded(scheme, skip):
     assert relative(torch.cat(parts, 1), wide) < tolerance
 
 
-@pytest.mark.parametrize(
+@quantize_cases(
     "scheme, backend",
-    [("int4", "eager")]
-    + [
-        pytest.param(*case, marks=pytest.mark.slow)
-        for case in (
-            ("llm.int8", "eager"), ("fp8-block", "eager"), *product(QUANTIZE_SCHEMES, ["inductor"])
-        )
-    ],
+    [("int4", "eager")],
+    [(scheme, "inductor") for scheme in ("int8", "int2", "llm.int8", "fp8", "fp8-block")],
 )
 def test_quantize_compiles_without_graph_breaks(scheme, backend):
     """A dense and an MoE layer compile to one graph and equal eager, for one token and several."""
@@ -7028,10 +7028,9 @@ def test_quantize_model_bad_flags_are_refused(argv, words, tmp_path, capsys):
         ("draft", "int8", "--calibrate equalize"),
         ("moe", "int8", "--calibrate bias"),
     ],
-    ("small", "moe"),
-    ("int8", "int8-dynamic", "llm.int8", "fp8"),
-    [""],
-    more=[
+    [
+        ("small", "fp8", ""),
+        ("moe", "llm.int8", ""),
         ("draft", "int2", "--calibrate tacq"),
         ("draft", "int8-dynamic", "--calibrate smoothquant"),
     ],
@@ -7315,7 +7314,7 @@ FP8_QAT = {"int8": (8,), "int4": (4, 32, False), "tensor": (4, 0), "row": (3,)}
 class FP8Narrow(Q.QuantSpec):
     """Clamps whatever is beyond half the range."""
 
-    def choose_qparams(self, w, ranges="minmax"):
+    def choose_qparams(self, w):
         scales, zeros = super().choose_qparams(w)
         return scales / 2, zeros
 
@@ -7386,8 +7385,7 @@ def fp8_train(folder: Path, out: Path, config: str, flags: str) -> int:
 @quantize_cases(
     "config, flags",
     [("dense", "--qat int4")],
-    ["dense", "moe"],
-    ["--fp8 rowwise", "--fp8 blockwise", "--qat int4"],
+    [("moe", "--fp8 blockwise"), ("moe", "--qat int4")],
 )
 def test_fp8_run_resumes_and_exports(flags, config, fp8_folder, tmp_path, capsys, monkeypatch):
     """A resumed --fp8 or --qat run equals an uninterrupted one, and exports plain bf16 weights."""
@@ -7649,16 +7647,15 @@ def test_quantize_model_report(monkeypatch, capsys, tmp_path):
 quantize_kernels = pytest.mark.skipif(not cpu.load_kernels(), reason="no C compiler works here")
 
 
-@pytest.mark.parametrize("ranges", ["minmax", "mse"])
 @pytest.mark.parametrize("name", Q.SCHEMES)
-def test_quantize_in_blocks_of_rows_gives_the_same_tensors(name, ranges, monkeypatch):
+def test_quantize_in_blocks_of_rows_gives_the_same_tensors(name, monkeypatch):
     """In blocks of 3 rows as in one, and on the meta device the same shapes and dtypes."""
     scheme, weight = Q.SCHEMES[name], torch.randn(8, 256, generator=seeded()).bfloat16()
-    whole = scheme.quantize(weight, ranges)
+    whole = scheme.quantize(weight)
     with torch.device("meta"):
-        meta = scheme.quantize(weight.to("meta"), ranges)
+        meta = scheme.quantize(weight.to("meta"))
     monkeypatch.setattr(Q, "QUANTIZED_AT_ONCE", 3 * 256)
-    blocks = scheme.quantize(weight, ranges)
+    blocks = scheme.quantize(weight)
     for a, b, c in zip(whole, blocks, meta, strict=True):
         assert a is b is c is None or bitwise_equal({0: a}, {0: b})
         assert a is None or (c.is_meta and (c.shape, c.dtype) == (a.shape, a.dtype))
@@ -18852,7 +18849,7 @@ class SymmetricSpec(C.MinMaxSpec):
     def __init__(self, bits, group_size=None):
         self.top, self.group_size = 2 ** (bits - 1) - 1, group_size
 
-    def choose_qparams(self, w, ranges="minmax"):
+    def choose_qparams(self, w):
         most = w.abs().amax() if self.group_size == 0 else w.abs().amax(1)
         return (most / self.top).clamp(min=1e-8).view(-1, 1), None
 
@@ -19008,7 +19005,7 @@ def test_calibrate_gptq_falls_back_to_rounding_per_row():
 
 
 @pytest.mark.parametrize(
-    "seeds", [[0], pytest.param([1, 2, 3, 4], marks=pytest.mark.slow)], ids=["0", "1-4"]
+    "seeds", [[0], pytest.param([1, 2], marks=pytest.mark.slow)], ids=["0", "1-2"]
 )
 @pytest.mark.parametrize(
     "spec",
@@ -19057,8 +19054,8 @@ def calibrate_gptq(weight=torch.ones(2, 4), hessian=torch.eye(4), **options):
     return C.gptq(weight, hessian, C.MinMaxSpec(3, 4), **options)
 
 
-def calibrate_awq(weights=(torch.ones(2, 4),), mean_abs=torch.ones(4), steps=20):
-    return C.awq_scales(weights, mean_abs, torch.eye(4), C.MinMaxSpec(3, 4), steps=steps)
+def calibrate_awq(weights=(torch.ones(2, 4),), mean_abs=torch.ones(4)):
+    return C.awq_scales(weights, mean_abs, torch.eye(4), C.MinMaxSpec(3, 4))
 
 
 def calibrate_fold(s, norm=nn.LayerNorm(4)):
@@ -19086,7 +19083,6 @@ CALIBRATE_BAD = {
     "mean_abs": (partial(calibrate_awq, mean_abs=torch.ones(3)), "mean_abs must be 4 values"),
     "negative mean_abs": (partial(calibrate_awq, mean_abs=-torch.ones(4)), "mean_abs must be 4"),
     "AWQ of nothing": (partial(calibrate_awq, ()), "weights"),
-    "no steps": (partial(calibrate_awq, steps=0), "steps"),
     "alpha": (lambda: C.smooth_scales(torch.ones(4), [torch.ones(2, 4)], 1.5), "alpha"),
     "smoothing nothing": (lambda: C.smooth_scales(torch.ones(4), []), "weights"),
     "absmax": (lambda: C.smooth_scales(CALIBRATE_NAN, [torch.ones(2, 4)]), "absmax holds NaN"),
@@ -20468,14 +20464,15 @@ def test_gguf_damaged_files_are_refused(tmp_path, capsys):
 
     assert not refused(data)
     assert refused(data[:4] + b"\1" + data[5:])  # version 1
+    assert refused(data.replace(b"llama.block_count", b"llama.block\ncount"))
     infos = data.index(b"token_embd.weight") - 8
-    for n in [*range(32), *rng.sample(range(end), 40), *rng.sample(range(end, len(data) - 32), 10)]:
+    for n in [*range(32), *rng.sample(range(end), 20), *rng.sample(range(end, len(data) - 32), 5)]:
         assert refused(data[:n]), n
-    for at in [*range(4, 24), *rng.sample(range(infos, end - 32), 60)]:
+    for at in [*range(4, 24), *rng.sample(range(infos, end - 32), 30)]:
         changed = bytearray(data)
         changed[at] ^= 1 << rng.randrange(8)
         assert refused(bytes(changed)), at
-    for at in rng.sample(range(24, infos), 60):
+    for at in rng.sample(range(24, infos), 30):
         changed = bytearray(data)
         changed[at] ^= 1 << rng.randrange(8)
         refused(bytes(changed))

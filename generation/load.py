@@ -261,7 +261,7 @@ def is_quantized(folder: Path) -> bool:
     try:
         hf = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         return hf["quantization_config"]["quant_method"] == "sheaf"
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return False
 
 

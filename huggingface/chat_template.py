@@ -22,7 +22,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from huggingface.tokenizer import TokenizerConfig, one_line
+from huggingface.tokenizer import TokenizerConfig, one_line, read_file
 
 if TYPE_CHECKING:
     import jinja2
@@ -98,7 +98,7 @@ def chat_template_texts(folder: Path, config: TokenizerConfig) -> tuple[Path, di
     """Their file, and the templates by name: of chat_template.jinja (and
     additional_chat_templates/*.jinja), else of chat_template in tokenizer_config.json."""
     path = folder / "chat_template.jinja"
-    files = {"default": path} if path.exists() else {}
+    files = {"default": path} if os.path.lexists(path) else {}
     files |= {p.stem: p for p in sorted(folder.glob("additional_chat_templates/*.jinja"))}
     if files:
         return path, {name: _read_text(p) for name, p in files.items()}
@@ -130,7 +130,7 @@ def _for_template(message: dict[str, Any]) -> dict[str, Any]:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_file(path).decode()
     except UnicodeDecodeError as e:
         raise ValueError(f"{path}: not UTF-8 text ({e}); copy it again") from None
 
@@ -160,7 +160,7 @@ def template_environment() -> jinja2.Environment:
     environment.filters["tojson"] = _tojson
     environment.globals |= {
         "raise_exception": raise_exception,
-        "strftime_now": _strftime_now,
+        "strftime_now": lambda form: datetime.now().strftime(form),
         "namespace": namespace,
         "dict": _Dict(),
     }
@@ -214,7 +214,3 @@ def _tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False
     return json.dumps(
         x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)

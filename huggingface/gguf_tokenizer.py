@@ -96,18 +96,18 @@ def read(path: Path, metadata: Mapping[str, Any]) -> dict[str, bytes]:
 
 def _checked(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of the tokenizer. ValueError names the field unless it is complete and known."""
-    start = "tokenizer.ggml."
-    meta = {k.removeprefix(start): x for k, x in metadata.items() if k.startswith(start)}
+    start, meta = "tokenizer.ggml.", {"add_eos_token": False, "add_space_prefix": True}
+    meta |= {k.removeprefix(start): x for k, x in metadata.items() if k.startswith(start)}
     meta["pre"] = SYNONYMS.get(str(meta.get("pre")), meta.get("pre"))
     is_pieces = meta.get("model") == "llama"
     meta.setdefault("add_bos_token", is_pieces or meta["pre"] in WHOLE_WORDS)
-    meta.setdefault("add_eos_token", False), meta.setdefault("add_space_prefix", True)
     n = len(meta["tokens"]) if isinstance(meta.get("tokens"), list) else 0
     meta.setdefault("token_type", [NORMAL] * n)
     good = {"model": meta.get("model") in ("llama", "gpt2")}
     good["pre"] = is_pieces or meta["pre"] in list(SPLITS)
     lists = {"tokens": str, "token_type": int}
-    for name, kind in (lists | ({"scores": float} if is_pieces else {"merges": str})).items():
+    lists |= {"scores": float} if is_pieces else {"merges": str}
+    for name, kind in lists.items():
         value = meta.get(name)
         good[name] = isinstance(value, list) and all(type(item) is kind for item in value)
         if good[name] and name != "merges":

@@ -207,11 +207,19 @@ def logprob_entry(
 # --------------------------------------------------------------------------------------------------
 
 
+def read_file(path: Path) -> bytes:
+    """The bytes of a file. ValueError if it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as e:
+        raise ValueError(f"{path}: cannot be read ({e.strerror}); copy it again") from None
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; {} if the file does not exist."""
-    if not path.exists():
+    if not os.path.lexists(path):  # a link to a missing file is an error
         return {}
-    data = path.read_bytes()
+    data = read_file(path)
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as e:
@@ -264,11 +272,14 @@ class AddedToken:
 def added_token(value: Any, where: str, special: bool = True) -> AddedToken:
     """AddedToken of JSON: a string, or an object with a content. where: file and field, for
     errors."""
-    fields = {"content": value} if isinstance(value, str) else value
-    if not isinstance(fields, dict) or not isinstance(fields.get("content"), str):
-        raise ValueError(f"{where} must be a string or an object with a content, not {value!r}")
+    fields = value if isinstance(value, dict) else {"content": value}
+    content = fields.get("content")
+    if not isinstance(content, str) or re.search("[\ud800-\udfff]", content):
+        raise ValueError(
+            f"{where} must be Unicode text, or an object with it as content, not {value!r}"
+        )
     flags = {"special": special, "normalized": not special} | fields
-    return AddedToken(fields["content"], **{f: bool(flags[f]) for f in FLAGS if f in flags})
+    return AddedToken(content, **{f: bool(flags[f]) for f in FLAGS if f in flags})
 
 
 class TokenizerConfig:
@@ -390,7 +401,7 @@ class SentencePieceTokenizer(Tokenizer):
     """A `tokenizer.model`, with the added tokens of tokenizer_config.json."""
 
     def __init__(self, path: Path, config: TokenizerConfig):
-        model = path.read_bytes()
+        model = read_file(path)
         self.prefix_space = config.llama_prefix_space
         try:
             # The file is a protobuf message; fields appended to it override earlier ones. Field 3
@@ -400,7 +411,7 @@ class SentencePieceTokenizer(Tokenizer):
             override = no_normalizer if self.prefix_space else no_prefix
             self.sp_no_prefix = _sentencepiece(model + override)
             self.sp = self.sp_no_prefix if self.prefix_space else _sentencepiece(model)
-        except RuntimeError as e:
+        except (RuntimeError, UnicodeDecodeError) as e:
             why = diagnose_file(model)
             if model.lstrip().startswith(b"{"):
                 why = "it is JSON; rename it to tokenizer.json"
@@ -530,7 +541,7 @@ class JSONTokenizer(Tokenizer):
     def __init__(self, path: Path, config: TokenizerConfig):
         import tokenizers
 
-        data = path.read_bytes()
+        data = read_file(path)
         try:
             self.tk = tokenizers.Tokenizer.from_buffer(data)
         except Exception as e:  # the Rust library raises plain Exception
@@ -628,7 +639,7 @@ def load_tokenizer(folder: str | os.PathLike) -> Tokenizer:
     folder = Path(folder)
     kinds = {"tokenizer.json": JSONTokenizer, "tokenizer.model": SentencePieceTokenizer}
     for name, kind in kinds.items():
-        if (folder / name).exists():
+        if os.path.lexists(folder / name):
             return kind(folder / name, TokenizerConfig(folder))
     raise ValueError(
         f"{folder}: holds neither {' nor '.join(kinds)}; copy one from the model's source"

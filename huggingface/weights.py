@@ -197,9 +197,9 @@ def _shard_files(folder: Path) -> dict[Path, set[str] | None]:
     """The folder's safetensors files -> the tensors that the index lists for each; None for the
     single file of a folder without index."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.exists():
+    if os.path.lexists(single):  # a link to a missing file is an error
         return {single: None}
-    if not index.exists():
+    if not os.path.lexists(index):
         raise ValueError(
             f"{folder}: holds neither model.safetensors nor model.safetensors.index.json; "
             "weights are read only as safetensors, convert other formats first"
@@ -209,7 +209,7 @@ def _shard_files(folder: Path) -> dict[Path, set[str] | None]:
         for tensor, name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
             shards.setdefault(name, set()).add(tensor)
         outside = [n for n in shards if Path(n).name != n or n in ("", ".", "..") or "\\" in n]
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as e:
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as e:
         raise ValueError(
             f"{index}: not a safetensors index ({type(e).__name__}: {e}); copy it again"
         ) from None
@@ -227,7 +227,8 @@ def _shard_files(folder: Path) -> dict[Path, set[str] | None]:
 
 
 def _abbreviate(names: list[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    shown = [name if name.isprintable() else repr(name) for name in names[:8]]
+    return ", ".join(shown) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 # Supported stored dtypes -> the dtype of the loaded model, by default

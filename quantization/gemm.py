@@ -64,6 +64,12 @@ def _check(condition: bool, message: str) -> None:
 # int8 or 38 int4 weights per clock and can issue 128 operations, so the budget per weight is small.
 # Quantized values stay integers, exact in any float format; x (q - zero) is summed in fp32 and each
 # group's sum is multiplied by its scale.
+#
+# The GEMV: each thread loads a chunk, 16 bytes of a row, and x in the order of `permute_for_gemv`:
+# loads of neighbouring threads coalesce. Values are masked in place in each half of a 32-bit word,
+# not shifted: value i is scaled by 2^(BITS * i), and x is divided by that. Rows are unrolled so
+# that every tile has the shape (BLOCK_C, 4) and the same layout: x is loaded once for all rows, by
+# the threads that need it. Masks that are always true (EVEN) are removed by the compiler.
 
 
 @jit
@@ -75,15 +81,8 @@ def _gemv_kernel(
     BITS: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """y[n] = sum_g scale[n, g] sum_(k in g) x[k] (q[n, k] - zero[n, g]). Grid (tiles of N, SPLITS).
-
-    Each thread loads a chunk, 16 bytes of a row, and x in the order of `permute_for_gemv`: loads of
-    neighbouring threads coalesce. Values are masked in place in each half of a 32-bit word, not
-    shifted: value i is scaled by 2^(BITS * i), and x is divided by that. The zero point is
-    subtracted from the sum: sum x q - zero * sum x, where sum x is shared by all rows. Rows are
-    unrolled so that every tile has the shape (BLOCK_C, 4) and the same layout: x is loaded once for
-    all rows, by the threads that need it.
-    """
+    """y[n] = sum_g scale[n, g] (sum_(k in g) x[k] q[n, k] - zero[n, g] sum_(k in g) x[k]).
+    Grid (tiles of N, SPLITS). The sum of x is shared by all rows."""
     PER_HALF: tl.constexpr = 16 // BITS  # values in half a word
     PER_CHUNK: tl.constexpr = 128 // BITS
     first_row, first = tl.program_id(0) * BLOCK_N, tl.program_id(1) * chunks_per_split
@@ -93,7 +92,7 @@ def _gemv_kernel(
     for start in range(first, tl.minimum(first + chunks_per_split, chunks), BLOCK_C):
         chunk = start + tl.arange(0, BLOCK_C)[:, None]
         at = chunk * 4 + word
-        mask = (chunk < chunks) | EVEN  # a mask that is always true is removed by the compiler
+        mask = (chunk < chunks) | EVEN
         qs, parts, sum_x = (), (zero_tile,) * BLOCK_N, zero_tile
         for r in tl.static_range(BLOCK_N):
             row = tl.minimum(first_row + r, N - 1).to(tl.int64)
@@ -599,7 +598,6 @@ def _gemm_kernel(
     precision: tl.constexpr = PRECISION if a_ptr.dtype.element_ty == tl.float32 else None
     accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.int32 if INT32_SUM else tl.float32)
     for start in range(0, K, BLOCK_K):
-        # masks that are always true are removed by the compiler
         a = tl.load(a_ptrs, mask=(k[None, :] < K - start) | EVEN, other=0.0)
         b = tl.load(b_ptrs, mask=(k[:, None] < K - start) | EVEN, other=0.0)
         if PROMOTE:
@@ -747,27 +745,20 @@ def random_qweights(N: int, K: int, device: str) -> list[tuple[Tensor, Tensor, T
     return [int8, (randint(256, (N, K // 2)), scales, randint(16, (N, K // 32)))]
 
 
-def check(device: str) -> None:
-    """Both kernels against plain torch."""
-    torch.manual_seed(0)
-    dtype = torch.float16 if device == "cuda" else torch.float32
-    randn = lambda *shape: torch.randn(shape, device=device)
-    near = lambda a, b: (a.double() - b.double()).norm() <= 2e-3 * b.double().norm()
-    for N, K, M in ((48, 128, 1), (50, 352, 7), (129, 256, 33)):
-        x = randn(M, K).to(dtype)
-        for w in random_qweights(N, K, device):
-            assert near(weight_only_matmul(x, *w), weight_only_reference(x.float(), *w)), (N, K, M)
-    a, b = randn(33, 96).to(dtype), randn(50, 96).to(dtype)
-    tree = silu(acc * row(randn(33)) + col(randn(50))) + matrix(randn(33, 50))
-    assert near(gemm(a, b, tree), gemm_reference(a, b, tree))
-
-
 def main() -> None:
-    """Microseconds of a layer beside F.linear in bf16; on a CPU of the plain-torch references."""
+    """Each kernel against its plain-torch reference, then microseconds of a layer beside F.linear
+    in bf16; on a CPU of the references."""
     from torch.utils.benchmark import Timer  # here: its import takes 0.12 s
 
     device, size = ("cuda", 4096) if torch.cuda.is_available() else ("cpu", 512)
-    check(device)
+    dtype = torch.float16 if device == "cuda" else torch.float32
+    near = lambda a, b: (a.double() - b.double()).norm() <= 2e-3 * b.double().norm()
+    for M in (1, 7):
+        x, residual = (torch.randn(M, n, device=device).to(dtype) for n in (352, 50))
+        for w in random_qweights(50, 352, device):
+            assert near(weight_only_matmul(x, *w), weight_only_reference(x.float(), *w)), M
+        b, tree = torch.randn(50, 352, device=device).to(dtype), silu(acc) + matrix(residual)
+        assert near(gemm(x, b, tree), gemm_reference(x, b, tree)), M
     weights = [(torch.randn(size, size, device=device).bfloat16(),)]
     weights += random_qweights(size, size, device)
     print(f"us per layer, {size} x {size}\n{'rows':>5}{'F.linear':>10}{'int8':>10}{'int4':>10}")

@@ -385,7 +385,8 @@ def packable(hf: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> dict[s
 def stored_tensors(folder: Path) -> dict[str, GGUFTensor]:
     """The tensors of a folder of `as_folder`, by their Hugging Face names."""
     hf = json.loads((folder / "config.json").read_text())
-    path, rest = folder / "model.gguf", dict(Header(folder / "model.gguf").tensors)
+    path = folder / "model.gguf"
+    rest = dict(Header(path).tensors)
     packed = hf.get("quantization_config", {}).get("gguf", {})
     rest.pop("rope_freqs.weight", None)  # in config.json
     # Each takes its tensors from `rest`
@@ -411,8 +412,8 @@ def _packed(module: str, infos: list[TensorInfo], order: Callable = lambda t: t)
     """qweight and scales of a module whose rows are those of these tensors."""
     *stack, _, K = infos[0].shape
     rows = sum(info.shape[-2] for info in infos)
-    width, dtype = (K, "I8") if infos[0].type == "Q8_0" else (K // 2, "U8")
-    for leaf, width, dtype in (("qweight", width, dtype), ("scales", K // 32, "F16")):
+    qweight = ("qweight", K, "I8") if infos[0].type == "Q8_0" else ("qweight", K // 2, "U8")
+    for leaf, width, dtype in (qweight, ("scales", K // 32, "F16")):
         load = lambda leaf=leaf: order(torch.cat([info.packed(leaf) for info in infos], -2))
         yield f"{module}.{leaf}", (*stack, rows, width), dtype, load
 

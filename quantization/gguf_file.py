@@ -118,7 +118,7 @@ class Header:
         n_tensors, n_keys = self.count("tensor_count", 24), self.count("kv_count", 13)
         self.metadata: dict[str, Any] = {}
         for _ in range(n_keys):
-            key = self.string("a key")
+            key = self.name("a key")
             if key in self.metadata:
                 raise self.error(key, "is there twice")
             self.metadata[key] = self.value(self.number("I", key), key)
@@ -152,6 +152,13 @@ class Header:
         except UnicodeDecodeError as e:
             raise self.error(field, f"is not UTF-8 ({e.reason})") from None
 
+    def name(self, field: str) -> str:
+        """The next string, which error messages will show."""
+        text = self.string(field)
+        if len(text) > 256 or not text.isprintable():
+            raise self.error(field, f"is {text[:40]!r}, with {len(text)} characters")
+        return text
+
     def value(self, kind: int, field: str) -> Any:
         if kind == STRING:
             return self.string(field)
@@ -171,7 +178,7 @@ class Header:
 
     def tensor_info(self) -> TensorInfo:
         """A tensor's description; its offset still counts from the first tensor."""
-        gguf, name = package(), self.string("a tensor's name")
+        gguf, name = package(), self.name("a tensor's name")
         dims = self.number("I", f"{name}: n_dims")
         if not 1 <= dims <= 4:
             raise self.error(name, f"has {dims} dimensions; known: 1 to 4")

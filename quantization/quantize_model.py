@@ -65,6 +65,7 @@ from quantize import (
     quantizable_weights,
     quantize_,
     quantize_module,
+    quantize_modules_,
     to_config,
     use_linear_fn_,
     weight_only,
@@ -105,18 +106,16 @@ def load(
     def prepare_quantized(model: Transformer) -> None:
         if prepare is not None:
             prepare(model)
-        if "gguf" in stored:
-            quantize_stored_(model, stored["gguf"])
-        else:
-            from_config(model, stored)
+        try:
+            if isinstance(stored.get("gguf"), dict):
+                quantize_stored_(model, stored["gguf"])
+            else:
+                from_config(model, stored)
+        except ValueError as e:
+            raise ValueError(f"{path}: {e}") from None
 
-    try:
-        model = load_checkpoint(args.checkpoint, device, dtype, prepare=prepare_quantized)
-        return optimize_for_inference_(model)
-    except ValueError as e:
-        if not str(e).startswith("quantization_config"):
-            raise
-        raise ValueError(f"{path}: {e}") from None
+    model = load_checkpoint(args.checkpoint, device, dtype, prepare=prepare_quantized)
+    return optimize_for_inference_(model)
 
 
 def quantize_stored_(model: Transformer, schemes: Mapping[str, str]) -> None:
@@ -129,7 +128,7 @@ def quantize_stored_(model: Transformer, schemes: Mapping[str, str]) -> None:
         }
         for scheme in set(weights.values()) - {None}:
             skip = [weight for weight in weights if weights[weight] != scheme]
-            quantize_modules_(model, {name: module}, get_scheme(scheme), skip, None)
+            quantize_modules_(model, {name: module}, get_scheme(scheme), skip)
 
 
 def load_and_quantize(
@@ -144,8 +143,8 @@ def load_and_quantize(
     scheme, skip = requested_scheme(args), skip_names(args, config)
     with torch.device("meta"):
         meta_model = Transformer(config)  # validates the flags before any weight is read
-        checked = validate_skip(meta_model, skip)
-        quantize_(meta_model, args.quantize, skip=checked, group_size=args.group_size)
+        validate_skip(meta_model, skip)
+        quantize_(meta_model, args.quantize, skip=skip, group_size=args.group_size)
     if args.calibrate is None:
         cpu.keep_freed_memory(2**22)  # temporaries; unquantized layers are returned
         skip += ("head",) if config.tie_embeddings else ()  # the last stage of --pp has a copy
@@ -165,7 +164,8 @@ def quantize_dummy_(args: GenerateConfig, model: Transformer) -> None:
     """--quantize with --dummy: quantize a model with random weights."""
     requested_scheme(args)
     cpu.keep_freed_memory(2**22)  # temporaries; unquantized layers are returned
-    skip = validate_skip(model, skip_names(args, model.config))
+    skip = skip_names(args, model.config)
+    validate_skip(model, skip)
     if model.config.tie_embeddings and model.embed is None and model.head is not None:
         skip += ("head",)  # the last stage of --pp has a copy
     quantize_(model, args.quantize, skip=skip, group_size=args.group_size)
@@ -207,13 +207,12 @@ def skip_names(args: GenerateConfig, config: ModelConfig) -> tuple[str, ...]:
     return names + ("kv_b_proj",) * (config.kv_lora_rank > 0 and "kv_b_proj" not in names)
 
 
-def validate_skip(model: Transformer, skip: tuple[str, ...]) -> tuple[str, ...]:
-    """Return skip if all its names match; ValueError names the flag."""
+def validate_skip(model: Transformer, skip: tuple[str, ...]) -> None:
+    """ValueError, which names the flag, unless all names of skip match."""
     try:
         check_skip(model, skip)
     except ValueError as e:
         raise ValueError(f"--quantize-{e}") from None
-    return skip
 
 
 def check_save(args: GenerateConfig) -> None:
@@ -312,7 +311,7 @@ def calibrate_(
     if method == "equalize":
         for block in model.layers:
             equalize_block_(block)
-        return quantize_modules_(model, quantizable_modules(model, skip), scheme, skip, None)
+        return quantize_modules_(model, quantizable_modules(model, skip), scheme, skip)
     kept = select_kept_weights(model, scheme, skip, batches) if method == "tacq" else {}
     positions = torch.arange(batches[0].shape[1], device=batches[0].device)
     rope = rope_cos_sin(model.config, positions)
@@ -329,24 +328,9 @@ def calibrate_(
         with observe_hessians(modules) as stats:
             replay()
         quantize_modules_(model, modules, scheme, skip, partial(gptq_rounding, scheme, stats, kept))
-    quantize_modules_(model, quantizable_modules(model, skip), scheme, skip, None)
+    quantize_modules_(model, quantizable_modules(model, skip), scheme, skip)
     for name, (index, values) in kept.items():
         model.get_submodule(name).keep_unquantized(index, values)
-
-
-def quantize_modules_(
-    model: Transformer,
-    modules: dict[str, nn.Module],
-    scheme: Scheme,
-    skip: Sequence[str],
-    rounding: Callable[[str, Tensor], QTensors] | None,
-) -> None:
-    """Quantize these modules of the model, given by their full names."""
-    for name, module in modules.items():
-        new = quantize_module(name, module, scheme, skip=skip, rounding=rounding)
-        if new is not module:
-            parent, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, new)
 
 
 @contextmanager
@@ -475,7 +459,7 @@ def quantize_and_correct_biases_(
     linears = {name: m for name, m in modules.items() if type(m) is nn.Linear}
     with observe(linears, "mean") as stats:
         replay()
-    quantize_modules_(model, modules, scheme, skip, None)
+    quantize_modules_(model, modules, scheme, skip)
     for name, linear in linears.items():
         new, mean = model.get_submodule(name), stats[name].mean
         if isinstance(new, QuantizedLinear) and mean is not None:
@@ -586,9 +570,19 @@ def report(
         delta = tuple(a - b for a, b in zip(found, baseline.accuracy if baseline else found))
         speeds = {b: speed(model, b) for b in BATCH_SIZES}
         slower = [b for b in BATCH_SIZES if baseline and speeds[b] < baseline.tokens_per_second[b]]
-        percent, ppl = 100 * (loss / baseline.loss - 1) if baseline else 0.0, math.exp(loss)
-        quality = loss, ppl, percent, kl, agreement
-        row = ReportRow(label, size / 1e6, *quality, speeds, slower, found, delta)
+        row = ReportRow(
+            label,
+            megabytes=size / 1e6,
+            loss=loss,
+            perplexity=math.exp(loss),
+            loss_percent=100 * (loss / baseline.loss - 1) if baseline else 0.0,
+            kl=kl,
+            agreement=agreement,
+            tokens_per_second=speeds,
+            slower=slower,
+            accuracy=found,
+            accuracy_delta=delta,
+        )
         baseline = baseline or row
         yield row
 
