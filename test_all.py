@@ -179,13 +179,13 @@ from serving import compare_servers as COMPARE
 from serving import merging as MERGING
 from serving import openai_api as OA
 from serving import policies as POLICY
-from serving import pools as POOLS
-from serving import replica as RP
+from serving import simulated_pools as POOLS
+from serving import simulated_replica as RP
 from serving import server as SV
 from serving import shared_models as SHARED
 from serving import time_sharing as TS
 from serving import unacked as UNACKED
-from serving import variant_server as VS
+from serving import variant_simulator as VS
 from serving import variants as VA
 from serving import vattention as VM
 from serving import virtual_memory as MEM
@@ -13832,7 +13832,7 @@ def test_traces_are_described_and_kept_by_the_command(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------
-# serving/replica.py, serving/simulate.py
+# serving/simulated_replica.py, serving/simulate.py
 # --------------------------------------------------------------------------------------------------
 
 
@@ -14178,7 +14178,7 @@ def test_simulate_foretells_the_engine(tmp_path, capsys):
 
 
 # --------------------------------------------------------------------------------------------------
-# serving/pools.py
+# serving/simulated_pools.py
 # --------------------------------------------------------------------------------------------------
 
 POOLS_COST = RP.StepCost(5e-3, 1e-4, 1e-6, 5e-5)
@@ -15540,12 +15540,23 @@ def test_variants_program(tmp_path, capsys):
     VA.main(["--requests", "60"])
     rows = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "%  " in line]
     assert {*VA.POLICIES, "ramsis", "best-effort", "small-layers5"} <= {*rows}
-    (bad := tmp_path / "t.json").write_text('{"variants": [{"name": "a"}]}')
-    for flags in (["--table", str(bad)], ["--workers", "0"], ["--requests", "0"]):
+    path, shipped = tmp_path / "t.json", json.loads(VA.TABLE.read_text())
+    first = shipped["variants"][0]
+    bad = [dict(latency={}), dict(latency=first["latency"] | {"4": -1}), dict(accuracy="x")]
+    bad.append(dict(accuracy=2))
+
+    def refused(*argv: str) -> None:
         with pytest.raises(SystemExit, match="1"):
-            VA.main(flags)
+            VA.main(argv)
         error = capsys.readouterr().err
-        assert error.count("\n") == 1 and f"error: {flags[0]}" in error
+        assert error.count("\n") == 1 and f"error: {argv[-2]}" in error
+
+    for variants in ([], [{}], *([first | values] for values in bad)):
+        path.write_text(json.dumps(shipped | dict(variants=variants, votes={})))
+        refused("--table", str(path))
+    for argv in ("--workers 0", "--requests 0", "--slo-ms nan", "--slo-ms 0"):
+        refused(*argv.split())
+    refused("--calibrate", "--table", str(tmp_path / "no" / "t.json"))
 
 
 @pytest.mark.slow
@@ -15754,7 +15765,8 @@ def test_server_openai_client_chat():
         same = create(max_tokens=12, messages=[messages[0], {"role": "user", "content": parts}])
         assert same.choices[0].message.content == want.text
         schema = {"name": "s", "schema": {"enum": ["a", {"b": 1}]}}
-        whole = create(max_tokens=12, response_format={"type": "json_schema", "json_schema": schema})
+        spec = {"type": "json_schema", "json_schema": schema}
+        whole = create(max_tokens=12, response_format=spec)
         assert json.loads(whole.choices[0].message.content) in schema["schema"]["enum"]
         image = [{"type": "image_url", "image_url": {"url": "x"}}]
         for bad, words in (
@@ -15861,12 +15873,13 @@ HTTP_REFUSED = [  # path, body, status, words, param
     ("completions", dict(prompt="x", logprobs=21), 400, "from 0 to 20", "logprobs"),
     ("completions", dict(prompt="x", stream=1), 400, "stream must be of type bool", "stream"),
     ("completions", dict(prompt="x", stream_options={}), 200, "", None),
-    ("completions", dict(prompt="x", stream_options={"include_usage": True}), 400, "requires stream",
-     "stream_options"),
-    ("completions", dict(prompt="x", logit_bias={"x": 1}), 400, "token ids as keys", "logit_bias"),
+    ("completions", dict(prompt="x", stream_options={"include_usage": True}), 400,
+     "requires stream", "stream_options"),
+    *(("completions", dict(prompt="x", logit_bias=bias), 400, "token ids as keys", "logit_bias")
+      for bias in ({"x": 1}, {" 9": 1, "9": 2}, {"1_0": 1}, {"-1": 1}, {"\u0669": 1}, [], "9")),
     ("completions", dict(prompt="x", logit_bias={"99999": 1}), 400, "logit_bias", "logit_bias"),
-    *(("completions", dict(prompt="x", logit_bias={"9": bias}), 400, "from -100 to 100", "logit_bias")
-      for bias in (-INF, 101, "1", None, [])),
+    *(("completions", dict(prompt="x", logit_bias={"9": b}), 400, "from -100 to 100", "logit_bias")
+      for b in (-INF, 101, "1", None, [], True)),
     ("completions", dict(prompt="x", stop=["a"] * 17), 400, "at most 16", "stop"),
     ("completions", dict(prompt=[]), 400, "prompt must be", "prompt"),
     ("completions", dict(prompt=""), 400, "non-empty", "prompt"),
@@ -15907,10 +15920,10 @@ def test_server_refuses_what_it_does_not_have():
                 assert len(got.text) < 1000
                 assert str(REPO) not in got.text and "Traceback" not in got.text
         assert httpx.get(f"{url}/v1/completions").status_code == 405
-        for status, hosts in {200: "localhost:80 LOCALHOST [::1]:1 127.0.0.1",
-                              403: "a.com a_b localhost.a.com 127.0.0.1:80.a.com ::1"}.items():  # fmt: skip
-            for host in hosts.split():
-                assert httpx.get(f"{url}/metrics", headers={"Host": host}).status_code == status
+        hosts = {200: "localhost:80 LOCALHOST [::1]:1 127.0.0.1"}
+        hosts |= {403: "a.com a_b localhost.a.com 127.0.0.1:80.a.com ::1"}
+        for status, host in ((s, host) for s in hosts for host in hosts[s].split()):
+            assert httpx.get(f"{url}/metrics", headers={"Host": host}).status_code == status
         for origin, status in ((url, 200), ("http://evil.example", 403), ("null", 403)):
             got = http_post(url, "/tokenize", {"prompt": "x"}, Origin=origin)
             assert got.status_code == status, origin
@@ -15918,9 +15931,10 @@ def test_server_refuses_what_it_does_not_have():
         ids = http_post(url, "/tokenize", {"prompt": HTTP_PROMPT}).json()["tokens"]
         assert ids == http_small()[1].encode(HTTP_PROMPT)
         assert http_post(url, "/detokenize", {"tokens": ids}).json()["prompt"] == HTTP_PROMPT
-        for path, body in (("tokenize", {}), ("detokenize", {"tokens": [-1]}), ("tokenize", []),
-                           ("detokenize", {"tokens": [5], "foo": 1}), ("detokenize", [])):  # fmt: skip
-            assert http_post(url, f"/{path}", body).status_code == 400
+        for body in ({}, []):
+            assert http_post(url, "/tokenize", body).status_code == 400
+        for body in ({"tokens": [-1]}, {"tokens": [5], "foo": 1}, []):
+            assert http_post(url, "/detokenize", body).status_code == 400
         assert http_post(url, "/tokenize", {"prompt": "x", "model": "gpt"}).status_code == 404
 
 
@@ -16521,6 +16535,26 @@ def test_compare_servers_counts_the_tokens_of_the_servers(monkeypatch):
         with COMPARE.running([sys.executable, "-c", ""], seconds=40):
             pass
     assert time.monotonic() - begun < 20
+
+
+@pytest.mark.parametrize(
+    "program, argv, words",
+    [
+        (MIGRATION, "--tokens 0", "--tokens 0: give a number above 0"),
+        (MIGRATION, "", "run: torchrun --nproc-per-node 2"),
+        (COMPARE, "--checkpoint /missing --rounds 0", "--rounds 0: give a number above 0"),
+        (COMPARE, "--checkpoint /missing", "/missing"),
+        (COMPARE_ADAPTERS, "--adapters 0", "--adapters 0: give a number above 0"),
+        (COMPARE_ADAPTERS, "--checkpoint /missing", "/missing"),
+    ],
+)
+def test_serving_programs_mistakes_are_one_line(program, argv, words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["program", *argv.split()])
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(SystemExit, match="1"):
+        program.main()
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
 
 
 def http_program(*argv: str, program=("generate.py",)) -> tuple[subprocess.Popen, str]:
@@ -17629,6 +17663,7 @@ def test_cluster_bad_flags_and_missing_ray(monkeypatch, capsys):
         "--serve 0.0.0.0:80": "--api-key", "--top-k 3": "cannot be combined",
         "--pp 2": "--pp cannot be combined with --serve",
         "--finetune x": "--finetune: every replica", "--checkpoint /missing": "/missing",
+        "--cascade draft": "--cascade: replicas have one model", "--dummy x": "--dummy x: neither",
         "--disaggregate 1:x": "--disaggregate must be P:D", "--replicate": "--disaggregate",
         "--disaggregate 1:1 --backend ray": "requires --backend mp",
         "--disaggregate 1:1x2": "a replica has one rank", "--disaggregate auto": "P:D",

@@ -33,7 +33,7 @@ from generation.cpu import load_kernels
 from generation.cpu_decode import FusedLayers, add_adapters, install_
 from generation.kv_history import open_store
 from generation.load import (
-    is_quantized, load, load_draft, moe_layers, optimize_for_inference_, pick_device,
+    dummy_config, is_quantized, load, load_draft, moe_layers, optimize_for_inference_, pick_device,
 )  # fmt: skip
 from generation.prompt import prompt_text
 from generation.ranks import (
@@ -378,8 +378,8 @@ def missing_for_tp(args: GenerateConfig, config: ModelConfig, tp: int) -> str:
 
 def goodput_table(args: GenerateConfig, device: Any, params: Any) -> str:
     """--disaggregate: goodput of colocated engines and of splits into prefill and decode."""
-    name = args.dummy or args.checkpoint / "config.json"
-    config = CONFIGS.get(name) or run_on_all_or_raise(partial(read_config, name))
+    read = partial(read_config, args.checkpoint / "config.json")
+    config = run_on_all_or_raise(partial(dummy_config, args.dummy) if args.dummy else read)
     seeds = count(params.seed)  # new prompts for each run: no prefix is cached
 
     def make_trace(rate: float) -> list[Arrival]:

@@ -1,4 +1,4 @@
-"""A server of model variants as a latency table: its measurement, and the loop that simulates it.
+"""Simulated workers that serve variants of a model: a latency table, and the loop over events.
 
 A Variant is an accuracy and the seconds of a batch by its size; simulate() runs arrivals, ends of
 batches and failures of workers on one queue ordered by deadline, and asks a Policy
@@ -363,30 +363,15 @@ def calibrate(folders: Sequence[Path], n: int = 1024, rounds: int = 20) -> dict[
         answer(name, data[:size])
         synchronize(device)
         seconds[name][size] = min(seconds[name][size], time.perf_counter() - start)
-    rows, votes = [], {}
+    rows, answers, truth = [], {}, data[:, -1]
     for name in forms:
         logits = torch.cat([answer(name, part).float() for part in data.split(64)])
-        loss = torch.nn.functional.cross_entropy(logits[1::2], data[1::2, -1]).item()
-        votes[name] = logits.argmax(-1)
-        accuracy = (votes[name] == data[:, -1])[1::2].float().mean().item()
+        loss = torch.nn.functional.cross_entropy(logits[1::2], truth[1::2]).item()
+        answers[name] = logits.argmax(-1)
+        accuracy = (answers[name] == truth)[1::2].float().mean().item()
         latency = {size: float(f"{s:.4g}") for size, s in seconds[name].items()}
-        rows.append(
-            {
-                "name": name,
-                "accuracy": round(accuracy, 4),
-                "loss": round(loss, 4),
-                "latency": latency,
-            }
-        )
-    teams = [
-        t for k in (2, 3, 4) for t in itertools.combinations([m for m in MEMBERS if m in forms], k)
-    ]
-    measured = {}
-    for team in teams:
-        ballots, truth = torch.stack([votes[m] for m in team]), data[:, -1]
-        weights = class_weights(ballots[:, ::2], truth[::2], forms[team[0]][0].config.vocab_size)
-        right = weighted_vote(ballots[:, 1::2], weights) == truth[1::2]
-        measured["+".join(team)] = round(right.float().mean().item(), 4)
+        row = {"name": name, "accuracy": round(accuracy, 4), "loss": round(loss, 4)}
+        rows.append(row | {"latency": latency})
     return {
         "command": "python -m serving.variants --calibrate",
         "date": str(date.today()),
@@ -396,8 +381,20 @@ def calibrate(folders: Sequence[Path], n: int = 1024, rounds: int = 20) -> dict[
         "prompt_tokens": PROMPT,
         "rounds": rounds,
         "variants": rows,
-        "votes": measured,
+        "votes": vote_accuracies(answers, truth, forms[folders[0].name][0].config.vocab_size),
     }
+
+
+def vote_accuracies(answers: Mapping[str, Tensor], truth: Tensor, V: int) -> dict[str, float]:
+    """{"a+b": accuracy of their weighted vote} of all teams of MEMBERS: weights are counted on the
+    even prompts, the accuracy on the odd ones."""
+    members, found = [m for m in MEMBERS if m in answers], {}
+    for team in itertools.chain(*(itertools.combinations(members, k) for k in (2, 3, 4))):
+        votes = torch.stack([answers[m] for m in team])
+        weights = class_weights(votes[:, ::2], truth[::2], V)
+        right = weighted_vote(votes[:, 1::2], weights) == truth[1::2]
+        found["+".join(team)] = round(right.float().mean().item(), 4)
+    return found
 
 
 def class_weights(votes: Tensor, truth: Tensor, classes: int) -> Tensor:
