@@ -178,6 +178,7 @@ from serving import compare_adapters as COMPARE_ADAPTERS
 from serving import compare_servers as COMPARE
 from serving import merging as MERGING
 from serving import openai_api as OA
+from serving import paged_drafting as PD
 from serving import policies as POLICY
 from serving import simulated_pools as POOLS
 from serving import simulated_replica as RP
@@ -10423,7 +10424,7 @@ def spec_engine(model, kind, *flags, draft=None, head=None, **options):
     engine = V.build_engine(model, **options)
     args = spec_args("--batch", "x", *spec_flags(kind, *flags, head=head))
     tokenizer = K.DummyTokenizer(model.config.vocab_size)
-    V.enable_speculative_decoding(args, engine, tokenizer, lambda _: (draft, tokenizer))
+    PD.enable_speculative_decoding(args, engine, tokenizer, lambda _: (draft, tokenizer))
     return engine
 
 
@@ -12752,7 +12753,7 @@ def test_structured_decoding_equals_the_definition(kind):
         engine = spec_engine(model, kind, *flags, **more, **options) if kind else None
         engine = engine or V.build_engine(model, **options)
         plain = generated_tokens(engine, prompts, free)
-        V.jump_forced_tokens(engine)
+        PD.jump_forced_tokens(engine)
         got = generated_tokens(engine, prompts * 2, params + free)
         assert got == want + plain and engine.allocator.n_free == blocks
         assert blocks > 50 or engine.stats()["preemptions"] > 0
@@ -12783,7 +12784,7 @@ def test_structured_jumps_take_fewer_forward_passes():
     for jump in (False, True):
         engine = V.build_engine(model, [256], num_blocks=40)
         if jump:
-            V.jump_forced_tokens(engine)
+            PD.jump_forced_tokens(engine)
         (tokens,) = generated_tokens(engine, [[1, 2]], params)[0]
         runs.append((tokens, engine.counts["steps"]))
     (tokens, steps), (jumped, fewer) = runs
@@ -12810,7 +12811,7 @@ def test_structured_ends():
         settings = dict(temperature=0, max_new_tokens=20) | settings
         engine = V.build_engine(model, [256], num_blocks=40)
         if jump:
-            V.jump_forced_tokens(engine)
+            PD.jump_forced_tokens(engine)
         params = P.SamplingParams(grammar=vocabulary.grammar(pattern), **settings)
         (output,) = engine.generate([[1, 2]], params)
         got = bytes(i for i in output.token_ids if i < 256).decode()

@@ -212,11 +212,10 @@ def start(path: Path, service: Any, base: Path) -> FineTuner:
     """Let the Engine of a service (serving/batch.py) fine-tune in the background. base: the folder
     of its model, which the adapter names."""
     job, engine = FinetuneJob.read(path), service.engine
-    if job.window > engine.scheduler.max_num_batched_tokens:
-        most = engine.scheduler.max_num_batched_tokens
-        raise ValueError(
-            f"--finetune {path}: window {job.window} exceeds --max-num-batched-tokens {most}"
-        )
+    most = engine.scheduler.max_num_batched_tokens
+    if job.window > most:
+        text = f"window {job.window} exceeds --max-num-batched-tokens {most}"
+        raise ValueError(f"--finetune {path}: {text}")
     try:
         Path(job.out).mkdir(parents=True, exist_ok=True)  # now, not after the last step
     except OSError as e:

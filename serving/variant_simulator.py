@@ -147,19 +147,18 @@ class Pool:
     def __init__(self, variants: Sequence[Variant], workers: int, startup: float):
         self.variants, self.limit, self.startup = list(variants), workers, startup
         self.idle: set[int] = set()
-        self.starting = 0
         self.runs: list[Run] = []
         self.arrivals: list[float] = []
         self.queue: list[Query] = []
         self.rented_since: dict[int, float] = {}
-        self.events: list[tuple[float, int, str, Any]] = []
+        self.events: list[tuple[float, int, Callable[[Any, float], None], Any]] = []
         self.count = itertools.count()
         self.result = Result()
         self.answers, self.accuracy_sum = 0, 0.0  # of all batches started and not requeued
 
-    def push(self, when: float, kind: str, item: Any) -> None:
-        """Add an event; simultaneous ones keep their order."""
-        heappush(self.events, (when, next(self.count), kind, item))
+    def push(self, when: float, handle: Callable[[Any, float], None], item: Any) -> None:
+        """Call handle(item, when) at a time; simultaneous events keep their order."""
+        heappush(self.events, (when, next(self.count), handle, item))
 
     def arrive(self, query: Query, now: float) -> None:
         """A query arrives."""
@@ -168,7 +167,6 @@ class Pool:
 
     def rent(self, worker: int, now: float) -> None:
         """A worker is ready."""
-        self.starting -= 1
         self.idle.add(worker)
 
     def begin(self, choice: Choice, now: float) -> None:
@@ -181,7 +179,7 @@ class Pool:
             self.queue.remove(query)
         self.runs.append(run := Run(choice, workers, now, variant))
         self._count(run, 1)
-        self.push(now + choice.seconds, "finish", run)
+        self.push(now + choice.seconds, self.finish, run)
 
     def _count(self, run: Run, sign: int) -> None:
         n = sign * len(run.choice.queries)
@@ -238,8 +236,7 @@ class Pool:
         """Rent a worker, the lowest number that is free; it is ready after `startup` seconds."""
         worker = next(w for w in itertools.count() if w not in self.rented_since)
         self.rented_since[worker] = now
-        self.starting += 1
-        self.push(now + (self.startup if startup is None else startup), "rent", worker)
+        self.push(now + (self.startup if startup is None else startup), self.rent, worker)
 
     def dispatch(self, policy: Policy, now: float) -> None:
         """Drop what is too late, then start batches until workers or queries run out."""
@@ -280,13 +277,13 @@ def simulate(
     for _ in range(workers):
         pool.add_worker(0.0, startup=0.0)
     for query in queries:
-        pool.push(query.arrival, "arrive", query)
+        pool.push(query.arrival, pool.arrive, query)
     for when, worker in kills:
-        pool.push(when, "kill", worker)
+        pool.push(when, pool.kill, worker)
     now, last = 0.0, max((q.deadline for q in queries), default=0.0)
     while pool.events and (pool.runs or pool.queue or pool.events[0][0] <= last):
-        now, _, kind, item = heappop(pool.events)
-        getattr(pool, kind)(item, now)
+        now, _, handle, item = heappop(pool.events)
+        handle(item, now)
         if not (pool.events and pool.events[0][0] == now):
             pool.dispatch(policy, now)
     for worker in [*pool.rented_since]:
