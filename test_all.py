@@ -13112,10 +13112,8 @@ def test_serving_survives_kill_and_ctrl_c(tmp_path):
     """Killed by SIGKILL, resumed and stopped by Ctrl-C (exit code 130), then resumed to the end:
     each request is answered once, as in an undisturbed run."""
     n = 160  # many, so that also a loaded machine can signal before the end
-    path, out = (
-        serving_file(tmp_path / "in.jsonl", serving_requests(n)),
-        tmp_path / "in.results.jsonl",
-    )
+    path = serving_file(tmp_path / "in.jsonl", serving_requests(n))
+    out = tmp_path / "in.results.jsonl"
     flags = f"--temperature 0 --checkpoint {DRAFT} --max-num-seqs 2"
     for sign, code, enough in ((signal.SIGKILL, -9, 3), (signal.SIGINT, 130, 12)):
         argv = f"--batch {path} {flags} --dtype fp32 --device cpu".split()
@@ -13139,13 +13137,8 @@ def test_serving_does_not_overwrite_other_files(tmp_path):
     (tmp_path / "torn").write_text('{"id": 1, "line": 1, "error": ""}\nno JSON')
     (tmp_path / "no line").write_text('{"id": 1}\n')
     files = {p: p.read_bytes() for p in tmp_path.iterdir()}
-    names = {
-        "notes": ", line 1",
-        "torn": ", line 2",
-        "no line": ", line 1",
-        "in.jsonl": "",
-        "no/x": "",
-    }
+    names = {"notes": ", line 1", "torn": ", line 2", "no line": ", line 1"}
+    names |= {"in.jsonl": "", "no/x": ""}
     for name, where in names.items():
         done = run_generate("--batch", path, "--out", tmp_path / name)
         assert done.code == 2 and done.err.count("\n") == 1 and "--out" in done.err, done.err
@@ -15327,11 +15320,10 @@ def test_variants_invariants_on_random_traces(name):
         variants, n = variants_table(), 150
         if name == "cocktail":
             variants += VA.ensembles(variants, {"large+small": 0.82, "large+medium": 0.84})
-        policy = VA.POLICIES.get(name) or VS.Policy(
-            VA.Ramsis(variants, 40, slo, bins=8)
-            if name == "ramsis"
-            else VA.BestEffort(variants, slo)
-        )
+        policy = VA.POLICIES.get(name)
+        if policy is None:
+            ramsis = name == "ramsis" and VA.Ramsis(variants, 40, slo, bins=8)
+            policy = VS.Policy(ramsis or VA.BestEffort(variants, slo))
         queries = VA.trace(n, rng.choice((20, 100, 400)), rng.choice((0, 1, 4)), slo, seed)
         if name != "mosel":
             queries = [replace(q, floor=rng.choice((0, 0.7))) for q in queries]
@@ -15438,10 +15430,8 @@ def test_variants_shepherd_beats_edf_in_overload():
     variants = [VS.Variant(m, 0.8, {n: a + b * n for n in sizes}, model=m) for m, a, b in models]
     traces = []
     for seed in range(4):
-        rng = random.Random(seed)
-        traces.append(
-            [replace(q, model=rng.choice("abc")) for q in VA.trace(800, 300, 4, 0.1, seed)]
-        )
+        rng, queries = random.Random(seed), VA.trace(800, 300, 4, 0.1, seed)
+        traces.append([replace(q, model=rng.choice("abc")) for q in queries])
     shepherd, edf = VA.POLICIES["shepherd"], VA.POLICIES["edf"]
     goodput = variants_mean(shepherd, variants, traces)
     assert goodput >= variants_mean(edf, variants, traces)
@@ -15718,9 +15708,8 @@ def test_server_openai_client_completions():
                 texts[choice.index] += choice.text
             assert texts == [c.text for c in whole.choices] == [sample.text for sample in want]
             reasons = {"eos": "stop", "stop": "stop", "length": "length"}
-            assert [c.finish_reason for c in whole.choices] == [
-                reasons[sample.finish_reason] for sample in want
-            ]
+            ends = [reasons[sample.finish_reason] for sample in want]
+            assert [c.finish_reason for c in whole.choices] == ends
             assert last.usage == whole.usage and last.choices == []
             assert whole.usage.completion_tokens == sum(len(sample.tokens) for sample in want)
             assert whole.usage.prompt_tokens == len(http_small()[1].encode(HTTP_PROMPT))
@@ -15758,10 +15747,8 @@ def test_server_openai_client_chat():
         chunks = list(create(max_tokens=12, stream=True, logprobs=True, top_logprobs=2))
         assert chunks[0].choices[0].delta.role == "assistant"
         assert "".join(c.choices[0].delta.content or "" for c in chunks) == want.text
-        streamed = [
-            e for c in chunks if c.choices[0].logprobs for e in c.choices[0].logprobs.content
-        ]
-        assert streamed == entries
+        streamed = (c.choices[0].logprobs for c in chunks)
+        assert [e for logprobs in streamed if logprobs for e in logprobs.content] == entries
         parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
         same = create(max_tokens=12, messages=[messages[0], {"role": "user", "content": parts}])
         assert same.choices[0].message.content == want.text
@@ -15770,10 +15757,7 @@ def test_server_openai_client_chat():
         whole = create(max_tokens=12, response_format=spec)
         assert json.loads(whole.choices[0].message.content) in schema["schema"]["enum"]
         image = [{"type": "image_url", "image_url": {"url": "x"}}]
-        for bad, words in (
-            ([{"role": "user", "content": image}], "type text"),
-            ([], "one or more"),
-        ):
+        for bad, words in (([message("user", image)], "type text"), ([], "one or more")):
             with pytest.raises(openai.BadRequestError, match=words):
                 create(messages=bad)
         with pytest.raises(openai.BadRequestError, match="tools is not supported"):
@@ -15828,18 +15812,13 @@ def test_server_echo_has_the_prompts_logprobs():
         with http_server(engine=engine) as (server, url), ThreadPoolExecutor(8) as pool:
             body = dict(prompt=text, echo=True, logprobs=2, max_tokens=0)
             post = lambda more: http_post(url, "/v1/completions", body | more).json()["choices"][0]
-            got = list(
-                pool.map(post, [{}, {}, dict(max_tokens=5, seed=1, ignore_eos=True), dict(n=2)])
-            )
+            more = dict(max_tokens=5, seed=1, ignore_eos=True)
+            got = list(pool.map(post, [{}, {}, more, dict(n=2)]))
         for choice in got:
-            lp = choice["logprobs"]
+            lp, n = choice["logprobs"], len(scored) + 1
             assert lp["token_logprobs"][0] is lp["top_logprobs"][0] is None
-            n = len(scored) + 1
-            close(
-                torch.tensor(lp["token_logprobs"][1:n]),
-                torch.tensor([e["logprob"] for e in scored]),
-                1e-3,
-            )
+            want = torch.tensor([e["logprob"] for e in scored])
+            close(torch.tensor(lp["token_logprobs"][1:n]), want, 1e-3)
             for top, entry in zip(lp["top_logprobs"][1:n], scored):
                 assert {t["text"] for t in entry["top"]} | {entry["text"]} == top.keys()
             assert choice["text"].startswith(text)
@@ -15983,11 +15962,10 @@ def test_server_client_that_leaves_is_aborted(stream):
         assert other.result().json()["usage"]["completion_tokens"] == 60
 
 
-@pytest.mark.parametrize(
-    "n, echo, deaths",
-    [(2, True, None)]
-    + [pytest.param(*c, marks=pytest.mark.slow) for c in ((1, False, None), (2, True, 4))],
-)
+HTTP_BROKEN = [(2, True, None), (1, False, None), (2, True, 4)]
+
+
+@pytest.mark.parametrize("n, echo, deaths", one_in(3, itertools.starmap(pytest.param, HTTP_BROKEN)))
 def test_server_interrupted_stream_continues(n, echo, deaths):
     """A client that repeats its call with Last-Event-ID after any number of events gets the rest of
     the text and its log-probabilities, none twice and none missing; from replicas that die too."""
@@ -16112,14 +16090,11 @@ def test_unacked_stalls_are_shorter_than_in_order():
     """At 30% loss the repeated tail stalls a reader less than half as long as retransmission in
     order, in each of 20 runs; without loss both show a token after the delay."""
     for repeat in (False, True):
-        assert UNACKED.simulate(repeat, 0.0, n=5) == pytest.approx(
-            [0.05 + 0.03 * i for i in range(5)]
-        )
+        shown = UNACKED.simulate(repeat, 0.0, n=5)
+        assert shown == pytest.approx([0.05 + 0.03 * i for i in range(5)])
+    stalled = lambda repeat, seed: UNACKED.stalled(UNACKED.simulate(repeat, 0.3, seed=seed))
     for seed in range(20):
-        in_order, repeated = (
-            UNACKED.stalled(UNACKED.simulate(r, 0.3, seed=seed)) for r in (False, True)
-        )
-        assert repeated < in_order / 2
+        assert stalled(True, seed) < stalled(False, seed) / 2
     shown = UNACKED.simulate(True, 0.9, n=30)
     assert len(shown) == 30 and shown == sorted(shown)
 
@@ -16127,13 +16102,12 @@ def test_unacked_stalls_are_shorter_than_in_order():
 def test_server_bounds_queue_calls_and_time():
     """429 with Retry-After beyond the queue and beyond a key's calls, 504 after the timeout; 401
     without a valid key; requests before and after are served."""
-    post = lambda url, body, key="a": http_post(
-        url, "/v1/completions", body, Authorization=f"Bearer {key}"
-    )
+    auth = lambda key: dict(Authorization=f"Bearer {key}")
+    post = lambda url, body, key="a": http_post(url, "/v1/completions", body, **auth(key))
     options = dict(keys=(b"a", b"b"), engine=dict(max_num_seqs=1), max_queue=2, max_calls_per_key=4)
     with http_tiny(**options) as (server, url), ThreadPoolExecutor(8) as pool:
-        assert [post(url, HTTP_LONG, key).status_code for key in ("a", "b", "c", "ab")] == [
-            200, 200, 401, 401]  # fmt: skip
+        for key, status in dict(a=200, b=200, c=401, ab=401).items():
+            assert post(url, HTTP_LONG, key).status_code == status
         assert httpx.get(f"{url}/metrics").status_code == 401
         assert httpx.get(f"{url}/health").status_code == 200
         http_slow(server, 0.05)
@@ -16214,7 +16188,7 @@ def test_server_reader_that_never_reads_is_cut_off(monkeypatch):
 
     with http_tiny(request_timeout=0.3) as (server, url):
         done = asyncio.run_coroutine_threadsafe(call(server.app()), server.engine.loop)
-        done.result(10)
+        assert done.result(10) is None
 
 
 @pytest.mark.slow
@@ -16406,15 +16380,14 @@ def test_cascade_server_small_model_has_the_time_of_the_request(stream):
 def test_server_metrics_count_what_ran():
     """vLLM's metric names with our prefix; the totals are those of the calls, and the gauges and
     preemptions the engine's."""
-    metric = lambda url, name: float(
-        re.search(rf"^sheaf:{name} (.*)", httpx.get(f"{url}/metrics").text, re.M)[1]
-    )
+    text = lambda url: httpx.get(f"{url}/metrics").text
+    metric = lambda url, name: float(re.search(rf"^sheaf:{name} (.*)", text(url), re.M)[1])
     with http_tiny() as (server, url):
         http_slow(server, 0.02)
         begun = time.monotonic()
         for seed in range(3):
             http_post(url, "/v1/completions", HTTP_LONG | dict(seed=seed, max_tokens=7))
-        seconds, text = time.monotonic() - begun, httpx.get(f"{url}/metrics").text
+        seconds = time.monotonic() - begun
         first = metric(url, "time_to_first_token_seconds_sum")
         between = metric(url, "inter_token_latency_seconds_sum")
         assert first >= 3 * 0.02 and between >= 18 * 0.02
@@ -16426,7 +16399,7 @@ def test_server_metrics_count_what_ran():
             "time_to_first_token_seconds_count 3.0", "inter_token_latency_seconds_count 18.0",
             "prefix_cache_queries_total 9.0", "num_preemptions_total 0.0",
         ):  # fmt: skip
-            assert f"sheaf:{line}" in text, text
+            assert f"sheaf:{line}" in text(url), text(url)
     blocks = dict(num_blocks=16, block_size=4, max_num_seqs=3)
     with http_tiny(engine=blocks) as (server, url), ThreadPoolExecutor(5) as pool:
         http_slow(server, 0.02)
@@ -16596,10 +16569,10 @@ def test_server_on_ranks_under_torchrun(monkeypatch):
     process.wait(20)
 
 
-@pytest.mark.parametrize(
-    "signals, drain_timeout",
-    [(1, 60), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 60), (1, 0.5)))],
-)
+HTTP_DRAINS = one_in(3, itertools.starmap(pytest.param, [(1, 60), (2, 60), (1, 0.5)]))
+
+
+@pytest.mark.parametrize("signals, drain_timeout", HTTP_DRAINS)
 def test_server_drains(signals, drain_timeout):
     """The first SIGTERM: new calls get 503, the running one finishes, exit code 0. A second, or the
     end of --drain-timeout: it ends at once. One line of the log per call."""
@@ -16619,9 +16592,8 @@ def test_server_drains(signals, drain_timeout):
         assert not whole or list(events)[-1][1] == "[DONE]"
         assert process.wait(5) == 0
     log = process.stderr.read()
-    ((new, *times),) = re.findall(
-        r"user 'u': 2\+(\d+) tokens, queue (.*) s, TTFT (.*) s, total (.*) s, ", log
-    )
+    line = r"user 'u': 2\+(\d+) tokens, queue (.*) s, TTFT (.*) s, total (.*) s, "
+    ((new, *times),) = re.findall(line, log)
     assert (int(new) == 400) == whole
     queue, first, total = map(float, times)
     assert 0 <= queue < first < total and "Traceback" not in log
@@ -16652,38 +16624,19 @@ def test_server_requires_a_key_beyond_loopback(capsys):
 
 def http_garbage(rng: random.Random) -> tuple[str, bytes, bool]:
     """Path, body, and whether the client leaves early."""
-    values = [
-        None,
-        True,
-        -1,
-        0,
-        1,
-        3,
-        1e30,
-        "x",
-        "\n",
-        [],
-        [1, 2],
-        {},
-        {"1": 2},
-        "日本",
-        0.5,
-        [["a"]],
-    ]
+    values = [None, True, -1, 0, 1, 3, 1e30, 0.5, "x", "\n", "日本", [], [1, 2], [["a"]], {}]
+    values.append({"1": 2})
     fields = [*OA.COMPLETION | OA.CHAT, "foo"]
     body = dict(prompt=[rng.randrange(97) for _ in range(rng.randrange(1, 40))], ignore_eos=True)
-    body |= dict(
-        max_tokens=rng.randrange(1, 30), stream=rng.random() < 0.5, n=rng.choice([1, 1, 2])
-    )
+    body |= dict(max_tokens=rng.randrange(1, 30), n=rng.choice([1, 1, 2]))
+    body["stream"] = rng.random() < 0.5
     for _ in range(rng.choice([0, 0, 1, 2])):
         body[rng.choice(fields)] = rng.choice(values)
     data = json.dumps(body).encode()
     if rng.random() < 0.1:
         data = rng.choice([data[: rng.randrange(len(data))], rng.randbytes(50), b""])
-    path = rng.choice(
-        ["/v1/completions"] * 4 + ["/v1/chat/completions", "/tokenize", "/detokenize"]
-    )
-    return path, data, rng.random() < 0.4
+    others = ["/v1/chat/completions", "/tokenize", "/detokenize"]
+    return rng.choice(["/v1/completions"] * 4 + others), data, rng.random() < 0.4
 
 
 @pytest.mark.parametrize("n", [200, pytest.param(2000, marks=pytest.mark.slow)])
@@ -16743,9 +16696,8 @@ def test_server_counts_a_waiting_request_once():
 def test_server_many_streams_at_once(n):
     """All streams of n clients, which the queue just holds, finish with the text that each has
     alone."""
-    bodies = [
-        dict(prompt=[3 + i % 90, 5], seed=i, max_tokens=12, ignore_eos=True) for i in range(n)
-    ]
+    body = dict(max_tokens=12, ignore_eos=True)
+    bodies = [body | dict(prompt=[3 + i % 90, 5], seed=i) for i in range(n)]
 
     async def run(url: str) -> list[str]:
         limits = httpx.Limits(max_connections=n)
@@ -16774,23 +16726,9 @@ def test_server_lm_eval_scores_as_perplexity_does(tmp_path):
     process, url = http_program("--dtype", "fp32")
     try:
         model = f"model=small,base_url={url}/v1/completions,tokenizer={SMALL},num_concurrent=2"
-        argv = [
-            sys.executable,
-            "-m",
-            "lm_eval",
-            "--model",
-            "local-completions",
-            "--model_args",
-            model,
-        ]
-        argv += [
-            "--tasks",
-            "local",
-            "--include_path",
-            str(tmp_path),
-            "--output_path",
-            str(tmp_path / "out"),
-        ]
+        argv = [sys.executable, "-m", "lm_eval", "--model", "local-completions", "--model_args"]
+        argv += [model, "--tasks", "local", "--include_path", tmp_path, "--output_path"]
+        argv.append(tmp_path / "out")
         done = subprocess.run([*argv, "--log_samples"], capture_output=True, text=True,
                               env=os.environ | {"HF_HUB_OFFLINE": "1"})  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:]
@@ -17378,29 +17316,14 @@ class FlakyDisaggregated(FlakyReplicas):
                 yield update
 
 
-@pytest.mark.parametrize(
-    ("kind", "deaths"),
-    [(FlakyReplicas, 20)]
-    + [
-        pytest.param(*case, marks=pytest.mark.slow)
-        for case in ((FlakyReplicas, 0), (FlakyDisaggregated, 20), (FlakyDisaggregated, 0))
-    ],
-)
+@pytest.mark.parametrize("deaths", one_in(2, [20, 0]))
+@pytest.mark.parametrize("kind", one_in(2, [FlakyReplicas, FlakyDisaggregated]))
 def test_cluster_streams_outlive_their_replicas(kind, deaths):
     """Texts, tokens, log-probabilities and finish reasons are those of one Engine, of samples too,
     whatever dies; what is not valid is a 400."""
-    bodies = [
-        dict(
-            prompt=f"def f{i}(a):\n",
-            seed=i,
-            max_tokens=20,
-            n=1 + i % 2,
-            logprobs=1,
-            stop=["  "] if i % 4 == 0 else ["return "],
-            echo=i % 3 == 0,
-        )
-        for i in range(20)
-    ]
+    common = dict(max_tokens=20, logprobs=1)
+    varied = lambda i: dict(n=1 + i % 2, stop=["  " if i % 4 == 0 else "return "], echo=i % 3 == 0)
+    bodies = [dict(prompt=f"def f{i}(a):\n", seed=i) | common | varied(i) for i in range(20)]
     with http_server() as (_, url), ThreadPoolExecutor(20) as pool:
         post = lambda url, body: http_post(url, "/v1/completions", body).json()
         want = list(pool.map(partial(post, url), bodies))
@@ -17421,8 +17344,8 @@ def test_cluster_streams_outlive_their_replicas(kind, deaths):
     assert texts == [c["text"] for c in want[1]["choices"]]
 
 
-@pytest.mark.parametrize("replicate", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.slow
+@pytest.mark.parametrize("replicate", [False, True])
 def test_cluster_answers_return_to_the_prefill_replica(replicate):
     """Of a call whose decode replica died after 30 tokens, the prefill replica runs again less than
     a block, and with --replicate no token whose KV arrived; it has the prompt and the answer in its
@@ -17449,9 +17372,7 @@ def test_cluster_answers_return_to_the_prefill_replica(replicate):
             assert prefill.engine.scheduler.n_hit_tokens - hits == (len(prompt) + 58) // 16 * 16
             want = http_reference(turn, **params | dict(max_new_tokens=4))[0].text
             assert got["choices"][0]["text"] == want
-        for replica in flaky.replicas:
-            service, left = replica.service, lambda s: (s.channels, s.handed_over, s.inbox.parts)
-            wait_until(lambda: not any(left(service)) and not replica.expected)
+        wait_until(lambda: not any(disaggregated_left(flaky)))
 
 
 def disaggregated_left(replicas: FlakyDisaggregated) -> list:
@@ -17477,24 +17398,23 @@ def test_cluster_forgets_the_calls_that_clients_left():
         for stream in [*engine.tasks]:
             engine.close_stream(stream)
 
-    async def run() -> None:
+    async def run() -> list:
         service = V.Service(model, tokenizer, model.config.eos_ids, num_blocks=400, max_num_seqs=32)
         replicas = FlakyDisaggregated(service, 0)
         engine = FAILOVER.ReplicatedEngine(replicas.call, lambda _: None)
         prefill, *decode = [replica.service for replica in replicas.replicas]
-        moments = [
-            lambda id: prefill.channels, lambda id: id in prefill.handed_over,
-            lambda id: any(s.engine.outputs for s in decode),
-        ]  # fmt: skip
-        for when, n in product(moments, (1, 2)):
-            await leave(engine, when, n)
-            async with asyncio.timeout(10):
-                while any(disaggregated_left(replicas)) or any(s.engine.outputs for s in decode):
-                    await asyncio.sleep(0.01)
+        decodes = lambda id=0: any(s.engine.outputs for s in decode)
+        for when in (lambda id: prefill.channels, lambda id: id in prefill.handed_over, decodes):
+            for n in (1, 2):
+                await leave(engine, when, n)
+                async with asyncio.timeout(10):
+                    while any(disaggregated_left(replicas)) or decodes():
+                        await asyncio.sleep(0.01)
         for one in replicas.engines:
             await one.close()
+        return disaggregated_left(replicas)
 
-    asyncio.run(run())
+    assert not any(asyncio.run(run()))
 
 
 def test_cluster_resumed_requests_keep_priority_and_client():
@@ -17755,10 +17675,8 @@ def test_cluster_survives_kill_9(backend):
     replica that has it."""
     if backend == "ray":
         pytest.importorskip("ray", reason='pip install "ray[serve]==2.60.0"')
-    bodies = [
-        dict(prompt=f"def f{i}(a, b):\n", seed=i, max_tokens=60, ignore_eos=True)
-        for i in range(50)
-    ]
+    body = dict(max_tokens=60, ignore_eos=True)
+    bodies = [body | dict(prompt=f"def f{i}(a, b):\n", seed=i) for i in range(50)]
     rng, flags = random.Random(0), ["--replicas", "2", "--backend", backend]
     if backend == "disaggregated":
         flags = ["--disaggregate", "2:2", "--replicate"]
@@ -17864,7 +17782,8 @@ class Browser:
 
     def run(self, script: str):
         """The value of a JavaScript expression, with $(selector) and $$(selector)."""
-        script = f"(($, $$) => {script})(s => document.querySelector(s), s => [...document.querySelectorAll(s)])"  # fmt: skip
+        select = "s => document.querySelector(s), s => [...document.querySelectorAll(s)]"
+        script = f"(($, $$) => {script})({select})"
         params = dict(expression=script, awaitPromise=True, returnByValue=True, userGesture=True)
         found = self.send("Runtime.evaluate", **params)
         assert "exceptionDetails" not in found, found["result"]
@@ -18105,13 +18024,11 @@ def test_page_fits_a_phone_and_follows_dark_mode(page):
             edges = "$$('body, body *').map(e => [e.scrollWidth, e.getBoundingClientRect().right])"
             assert max(map(max, browser.run(edges))) <= 360
             browser.run("$('#show').click()")
-        for name, is_light in (
-            ("background-color", scheme == "light"),
-            ("color", scheme == "dark"),
-        ):
+        is_light = {"background-color": scheme == "light", "color": scheme == "dark"}
+        for name in is_light:
             color = browser.run(f"getComputedStyle(document.body).getPropertyValue('{name}')")
             color = [int(x) for x in re.findall(r"\d+", color)]
-            assert min(color) > 200 if is_light else max(color) < 50
+            assert min(color) > 200 if is_light[name] else max(color) < 50
     browser.point("$$('.token').at(-1)", tap=True)
     browser.wait("$('#tip .chosen') != null")
     browser.view(1000, 700, "light")
