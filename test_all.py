@@ -13111,7 +13111,7 @@ def test_serving_resumes_after_a_crash_at_any_byte(tmp_path):
 def test_serving_survives_kill_and_ctrl_c(tmp_path):
     """Killed by SIGKILL, resumed and stopped by Ctrl-C (exit code 130), then resumed to the end:
     each request is answered once, as in an undisturbed run."""
-    n = 160  # many, so that also a loaded machine can signal before the end
+    n = 80  # many, so that also a loaded machine can signal before the end
     path = serving_file(tmp_path / "in.jsonl", serving_requests(n))
     out = tmp_path / "in.results.jsonl"
     flags = f"--temperature 0 --checkpoint {DRAFT} --max-num-seqs 2"
@@ -15551,11 +15551,12 @@ def test_variants_program(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_variants_calibrate():
+def test_variants_calibrate(monkeypatch):
     """The forms of a shipped checkpoint are measured: layers and prompt tokens cost accuracy, and
     the first layers run as the whole model's."""
-    folders = [VA.TABLE.parents[1] / "checkpoints" / name for name in ("draft", "small")]
-    table = VS.calibrate(folders, 64, 1)
+    texts = [document for document in DA.stream_documents(None) if DA.is_validation(document[0])]
+    monkeypatch.setattr(DA, "stream_documents", lambda _: texts[:12])
+    table = VS.calibrate([DRAFT, SMALL], 64, 1)
     names = [v["name"] for v in table["variants"]]
     assert names[:3] == ["draft", "draft-int8", "draft-int4"] and names[-1] == "small"
     assert all({*v["latency"]} == {*VS.SIZES} for v in table["variants"])
@@ -15856,7 +15857,7 @@ HTTP_REFUSED = [  # path, body, status, words, param
     ("completions", dict(prompt="x", stream_options={"include_usage": True}), 400,
      "requires stream", "stream_options"),
     *(("completions", dict(prompt="x", logit_bias=bias), 400, "token ids as keys", "logit_bias")
-      for bias in ({"x": 1}, {" 9": 1, "9": 2}, {"1_0": 1}, {"-1": 1}, {"\u0669": 1}, [], "9")),
+      for bias in ({"x": 1}, {" 9": 1, "9": 2}, {"09": 1}, {"-1": 1}, {"\u0669": 1}, [], "9")),
     ("completions", dict(prompt="x", logit_bias={"99999": 1}), 400, "logit_bias", "logit_bias"),
     *(("completions", dict(prompt="x", logit_bias={"9": b}), 400, "from -100 to 100", "logit_bias")
       for b in (-INF, 101, "1", None, [], True)),
@@ -16639,7 +16640,7 @@ def http_garbage(rng: random.Random) -> tuple[str, bytes, bool]:
     return rng.choice(["/v1/completions"] * 4 + others), data, rng.random() < 0.4
 
 
-@pytest.mark.parametrize("n", [200, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [200, pytest.param(1000, marks=pytest.mark.slow)])
 def test_server_random_requests_leave_nothing(n):
     """Random bodies, garbage among them, and clients that leave: no 5xx; http_server checks that no
     block, call, stream or thread is left; memory stays flat."""
@@ -17657,10 +17658,11 @@ class ReplicaProcesses:
         self, bodies: list[dict], n: int, ranks: Iterator[int | None]
     ) -> tuple[list[str], int]:
         """Also the number of kills, with -9 and at random moments, each of a process of n that
-        run or start. ranks: of the processes to be killed."""
+        run or start; 5 at most: a call may lose fewer than MAX_FAILURES. ranks: of the processes
+        to be killed."""
         calls, kills = asyncio.ensure_future(self.texts(bodies)), 0
         while not (await asyncio.wait([calls], timeout=random.uniform(0.05, 1.0)))[0]:
-            if len(self.pids()) == n:
+            if kills < 5 and len(self.pids()) == n:
                 os.kill(random.choice(self.pids(next(ranks))), signal.SIGKILL)
                 kills += 1
         return await calls, kills
@@ -17670,7 +17672,7 @@ class ReplicaProcesses:
 @pytest.mark.parametrize("backend", ["ray", "mp", "disaggregated"])
 def test_cluster_survives_kill_9(backend):
     """Two replicas, or two that run prompts and two that decode; one is killed with -9 at a random
-    moment amid 50 streams, 20 times or more (on Ray, where a replica takes seconds to start, 3):
+    moment amid 50 streams, 10 times or more (on Ray, where a replica takes seconds to start, 3):
     every client receives the text of the undisturbed run. A prompt that was sent before goes to the
     replica that has it."""
     if backend == "ray":
@@ -17687,7 +17689,7 @@ def test_cluster_survives_kill_9(backend):
         hits = re.search(r"cache_hits_total (\d\S*)", httpx.get(f"{server.url}/metrics").text)
         assert float(hits[1]) >= 16 * 48
         want, kills = asyncio.run(server.texts(bodies)), 0
-        while kills < (3 if backend == "ray" else 20):
+        while kills < (3 if backend == "ray" else 10):
             n = 4 if backend == "disaggregated" else 2
             got, more = asyncio.run(server.texts_amid_kills(bodies, n, itertools.repeat(None)))
             kills += more

@@ -91,8 +91,9 @@ def largest(choice: Choice) -> tuple[int, float]:
 
 
 def price(choice: Choice) -> float:
-    """What a batch costs."""
-    return choice.seconds * choice.variant.cost * choice.variant.workers
+    """What a batch costs, per query."""
+    cost = choice.seconds * choice.variant.cost * choice.variant.workers
+    return cost / len(choice.queries)
 
 
 def edf(queue: list[Query], now: float, pool: Pool) -> Choice:
@@ -112,7 +113,7 @@ def greedy(queue: list[Query], now: float, pool: Pool, margin: float = 0.0) -> C
 def infaas(queue: list[Query], now: float, pool: Pool) -> Choice:
     """The cheapest variant, per query, that meets the first query's deadline and accuracy floor.
     INFaaS (ATC 2021), selection of a model variant."""
-    return min(batches(queue, now, pool), key=lambda c: (price(c) / len(c.queries), c.seconds))
+    return min(batches(queue, now, pool), key=lambda c: (price(c), c.seconds))
 
 
 def infaas_workers(now: float, pool: Pool, window: float = 2.0, load: float = 0.5) -> int:
@@ -214,10 +215,9 @@ def cocktail(queue: list[Query], now: float, pool: Pool) -> Choice:
     model selection; weighted_vote() is its class-based weighted majority."""
     every = batches(queue, now, pool, floors=False)
     reach = [c for c in every if c.variant.accuracy >= queue[0].floor]
-    each = lambda c: price(c) / len(c.queries)
     if reach:
-        return min(reach, key=each)
-    return max(every, key=lambda c: (c.variant.accuracy, -each(c)))
+        return min(reach, key=price)
+    return max(every, key=lambda c: (c.variant.accuracy, -price(c)))
 
 
 def ensembles(singles: Sequence[Variant], votes: Mapping[str, float]) -> list[Variant]:
