@@ -13138,7 +13138,7 @@ def test_serving_does_not_overwrite_other_files(tmp_path):
     (tmp_path / "no line").write_text('{"id": 1}\n')
     files = {p: p.read_bytes() for p in tmp_path.iterdir()}
     names = {"notes": ", line 1", "torn": ", line 2", "no line": ", line 1"}
-    names |= {"in.jsonl": "", "no/x": ""}
+    names |= {"in.jsonl": "", "no/x": "", "": ": a folder"}
     for name, where in names.items():
         done = run_generate("--batch", path, "--out", tmp_path / name)
         assert done.code == 2 and done.err.count("\n") == 1 and "--out" in done.err, done.err
@@ -22786,6 +22786,16 @@ def test_finetune_flag_trains_while_it_serves(tmp_path, monkeypatch):
 REFUSED["finetune: fp16"] = (
     lambda: finetune.FineTuner(random_model(tiny(), 1).half(), finetune_job("x"), torch.arange(99)),
     "fp16 weights need loss scaling",
+)
+
+
+REFUSED["finetune: nested"] = (
+    lambda: finetune.FinetuneJob.read(SimpleNamespace(read_text=lambda **_: "[" * 10**5)),
+    "--finetune .*: not a JSON file",
+)
+REFUSED["finetune: no data"] = (
+    lambda: finetune.training_tokens(finetune.FinetuneJob(["/nowhere"], "y"), None, ()),
+    "--finetune: data /nowhere",
 )
 
 

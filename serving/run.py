@@ -232,6 +232,8 @@ def batch_files(args: GenerateConfig) -> tuple[Path, dict]:
     out = args.out or args.batch.with_suffix(".results.jsonl")
     if not out.parent.is_dir():
         raise ValueError(f"--out {out}: there is no folder {out.parent}")
+    if out.is_dir():
+        raise ValueError(f"--out {out}: a folder; give a file in it")
     if out.exists() and out.samefile(args.batch):
         raise ValueError(f"--out {out} is the requests file; use another")
     return out, serving_batch.read_results(out)

@@ -17,12 +17,9 @@ that look at the queue do better, and each paper below is one such function of 1
     cocktail     smallest ensemble that reaches the accuracy floor; weighted votes, spot workers
     best-effort  Q-learning over (queue length, slack)
 
-A server is a latency table here (Variant); simulate() is a loop over arrivals, ends of batches and
-failures of workers, on one queue ordered by deadline. A query whose deadline no variant of its
-model can meet any more is dropped, as in Clockwork (OSDI 2020) and SHEPHERD: each query is served
-once or dropped once. The table in variants.json is measured by --calibrate (its fields say with
-which command and when): a query is a prompt of 64 tokens of held-out text, its answer is the next
-token; "last16" and "layers4" see the last 16 tokens and run the first 4 layers.
+They are compared by simulation (variant_simulator.py) on the latencies and accuracies of
+variants.json, which --calibrate measures: "last16" and "layers4" see the last 16 tokens of a prompt
+and run the first 4 layers.
 
 When they lose: at a low, even load every deadline is met by the most accurate variant, and no
 policy does better (second table printed). infaas is then less accurate by design. No policy meets
