@@ -178,14 +178,15 @@ from serving import compare_adapters as COMPARE_ADAPTERS
 from serving import compare_servers as COMPARE
 from serving import merging as MERGING
 from serving import openai_api as OA
+from serving import paged_drafting as PD
 from serving import policies as POLICY
-from serving import pools as POOLS
-from serving import replica as RP
+from serving import simulated_pools as POOLS
+from serving import simulated_replica as RP
 from serving import server as SV
 from serving import shared_models as SHARED
 from serving import time_sharing as TS
 from serving import unacked as UNACKED
-from serving import variant_server as VS
+from serving import variant_simulator as VS
 from serving import variants as VA
 from serving import vattention as VM
 from serving import virtual_memory as MEM
@@ -10402,7 +10403,7 @@ def spec_engine(model, kind, *flags, draft=None, head=None, **options):
     engine = V.build_engine(model, **options)
     args = spec_args("--batch", "x", *spec_flags(kind, *flags, head=head))
     tokenizer = K.DummyTokenizer(model.config.vocab_size)
-    V.enable_speculative_decoding(args, engine, tokenizer, lambda _: (draft, tokenizer))
+    PD.enable_speculative_decoding(args, engine, tokenizer, lambda _: (draft, tokenizer))
     return engine
 
 
@@ -12731,7 +12732,7 @@ def test_structured_decoding_equals_the_definition(kind):
         engine = spec_engine(model, kind, *flags, **more, **options) if kind else None
         engine = engine or V.build_engine(model, **options)
         plain = generated_tokens(engine, prompts, free)
-        V.jump_forced_tokens(engine)
+        PD.jump_forced_tokens(engine)
         got = generated_tokens(engine, prompts * 2, params + free)
         assert got == want + plain and engine.allocator.n_free == blocks
         assert blocks > 50 or engine.stats()["preemptions"] > 0
@@ -12762,7 +12763,7 @@ def test_structured_jumps_take_fewer_forward_passes():
     for jump in (False, True):
         engine = V.build_engine(model, [256], num_blocks=40)
         if jump:
-            V.jump_forced_tokens(engine)
+            PD.jump_forced_tokens(engine)
         (tokens,) = generated_tokens(engine, [[1, 2]], params)[0]
         runs.append((tokens, engine.counts["steps"]))
     (tokens, steps), (jumped, fewer) = runs
@@ -12789,7 +12790,7 @@ def test_structured_ends():
         settings = dict(temperature=0, max_new_tokens=20) | settings
         engine = V.build_engine(model, [256], num_blocks=40)
         if jump:
-            V.jump_forced_tokens(engine)
+            PD.jump_forced_tokens(engine)
         params = P.SamplingParams(grammar=vocabulary.grammar(pattern), **settings)
         (output,) = engine.generate([[1, 2]], params)
         got = bytes(i for i in output.token_ids if i < 256).decode()
@@ -13089,11 +13090,9 @@ def test_serving_resumes_after_a_crash_at_any_byte(tmp_path):
 def test_serving_survives_kill_and_ctrl_c(tmp_path):
     """Killed by SIGKILL, resumed and stopped by Ctrl-C (exit code 130), then resumed to the end:
     each request is answered once, as in an undisturbed run."""
-    n = 160  # many, so that also a loaded machine can signal before the end
-    path, out = (
-        serving_file(tmp_path / "in.jsonl", serving_requests(n)),
-        tmp_path / "in.results.jsonl",
-    )
+    n = 80  # many, so that also a loaded machine can signal before the end
+    path = serving_file(tmp_path / "in.jsonl", serving_requests(n))
+    out = tmp_path / "in.results.jsonl"
     flags = f"--temperature 0 --checkpoint {DRAFT} --max-num-seqs 2"
     for sign, code, enough in ((signal.SIGKILL, -9, 3), (signal.SIGINT, 130, 12)):
         argv = f"--batch {path} {flags} --dtype fp32 --device cpu".split()
@@ -13117,13 +13116,8 @@ def test_serving_does_not_overwrite_other_files(tmp_path):
     (tmp_path / "torn").write_text('{"id": 1, "line": 1, "error": ""}\nno JSON')
     (tmp_path / "no line").write_text('{"id": 1}\n')
     files = {p: p.read_bytes() for p in tmp_path.iterdir()}
-    names = {
-        "notes": ", line 1",
-        "torn": ", line 2",
-        "no line": ", line 1",
-        "in.jsonl": "",
-        "no/x": "",
-    }
+    names = {"notes": ", line 1", "torn": ", line 2", "no line": ", line 1"}
+    names |= {"in.jsonl": "", "no/x": "", "": ": a folder"}
     for name, where in names.items():
         done = run_generate("--batch", path, "--out", tmp_path / name)
         assert done.code == 2 and done.err.count("\n") == 1 and "--out" in done.err, done.err
@@ -13814,7 +13808,7 @@ def test_traces_are_described_and_kept_by_the_command(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------
-# serving/replica.py, serving/simulate.py
+# serving/simulated_replica.py, serving/simulate.py
 # --------------------------------------------------------------------------------------------------
 
 
@@ -14164,7 +14158,7 @@ def test_simulate_foretells_the_engine(tmp_path, capsys):
 
 
 # --------------------------------------------------------------------------------------------------
-# serving/pools.py
+# serving/simulated_pools.py
 # --------------------------------------------------------------------------------------------------
 
 POOLS_COST = RP.StepCost(5e-3, 1e-4, 1e-6, 5e-5)
@@ -15315,11 +15309,10 @@ def test_variants_invariants_on_random_traces(name):
         variants, n = variants_table(), 150
         if name == "cocktail":
             variants += VA.ensembles(variants, {"large+small": 0.82, "large+medium": 0.84})
-        policy = VA.POLICIES.get(name) or VS.Policy(
-            VA.Ramsis(variants, 40, slo, bins=8)
-            if name == "ramsis"
-            else VA.BestEffort(variants, slo)
-        )
+        policy = VA.POLICIES.get(name)
+        if policy is None:
+            ramsis = name == "ramsis" and VA.Ramsis(variants, 40, slo, bins=8)
+            policy = VS.Policy(ramsis or VA.BestEffort(variants, slo))
         queries = VA.trace(n, rng.choice((20, 100, 400)), rng.choice((0, 1, 4)), slo, seed)
         if name != "mosel":
             queries = [replace(q, floor=rng.choice((0, 0.7))) for q in queries]
@@ -15426,10 +15419,8 @@ def test_variants_shepherd_beats_edf_in_overload():
     variants = [VS.Variant(m, 0.8, {n: a + b * n for n in sizes}, model=m) for m, a, b in models]
     traces = []
     for seed in range(4):
-        rng = random.Random(seed)
-        traces.append(
-            [replace(q, model=rng.choice("abc")) for q in VA.trace(800, 300, 4, 0.1, seed)]
-        )
+        rng, queries = random.Random(seed), VA.trace(800, 300, 4, 0.1, seed)
+        traces.append([replace(q, model=rng.choice("abc")) for q in queries])
     shepherd, edf = VA.POLICIES["shepherd"], VA.POLICIES["edf"]
     goodput = variants_mean(shepherd, variants, traces)
     assert goodput >= variants_mean(edf, variants, traces)
@@ -15529,20 +15520,32 @@ def test_variants_program(tmp_path, capsys):
     VA.main(["--requests", "60"])
     rows = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "%  " in line]
     assert {*VA.POLICIES, "ramsis", "best-effort", "small-layers5"} <= {*rows}
-    (bad := tmp_path / "t.json").write_text('{"variants": [{"name": "a"}]}')
-    for flags in (["--table", str(bad)], ["--workers", "0"], ["--requests", "0"]):
+    path, shipped = tmp_path / "t.json", json.loads(VA.TABLE.read_text())
+    first = shipped["variants"][0]
+    bad = [dict(latency={}), dict(latency=first["latency"] | {"4": -1}), dict(accuracy="x")]
+    bad.append(dict(accuracy=2))
+
+    def refused(*argv: str) -> None:
         with pytest.raises(SystemExit, match="1"):
-            VA.main(flags)
+            VA.main(argv)
         error = capsys.readouterr().err
-        assert error.count("\n") == 1 and f"error: {flags[0]}" in error
+        assert error.count("\n") == 1 and f"error: {argv[-2]}" in error
+
+    for variants in ([], [{}], *([first | values] for values in bad)):
+        path.write_text(json.dumps(shipped | dict(variants=variants, votes={})))
+        refused("--table", str(path))
+    for argv in ("--workers 0", "--requests 0", "--slo-ms nan", "--slo-ms 0"):
+        refused(*argv.split())
+    refused("--calibrate", "--table", str(tmp_path / "no" / "t.json"))
 
 
 @pytest.mark.slow
-def test_variants_calibrate():
+def test_variants_calibrate(monkeypatch):
     """The forms of a shipped checkpoint are measured: layers and prompt tokens cost accuracy, and
     the first layers run as the whole model's."""
-    folders = [VA.TABLE.parents[1] / "checkpoints" / name for name in ("draft", "small")]
-    table = VS.calibrate(folders, 64, 1)
+    texts = [document for document in DA.stream_documents(None) if DA.is_validation(document[0])]
+    monkeypatch.setattr(DA, "stream_documents", lambda _: texts[:12])
+    table = VS.calibrate([DRAFT, SMALL], 64, 1)
     names = [v["name"] for v in table["variants"]]
     assert names[:3] == ["draft", "draft-int8", "draft-int4"] and names[-1] == "small"
     assert all({*v["latency"]} == {*VS.SIZES} for v in table["variants"])
@@ -15695,9 +15698,8 @@ def test_server_openai_client_completions():
                 texts[choice.index] += choice.text
             assert texts == [c.text for c in whole.choices] == [sample.text for sample in want]
             reasons = {"eos": "stop", "stop": "stop", "length": "length"}
-            assert [c.finish_reason for c in whole.choices] == [
-                reasons[sample.finish_reason] for sample in want
-            ]
+            ends = [reasons[sample.finish_reason] for sample in want]
+            assert [c.finish_reason for c in whole.choices] == ends
             assert last.usage == whole.usage and last.choices == []
             assert whole.usage.completion_tokens == sum(len(sample.tokens) for sample in want)
             assert whole.usage.prompt_tokens == len(http_small()[1].encode(HTTP_PROMPT))
@@ -15735,21 +15737,17 @@ def test_server_openai_client_chat():
         chunks = list(create(max_tokens=12, stream=True, logprobs=True, top_logprobs=2))
         assert chunks[0].choices[0].delta.role == "assistant"
         assert "".join(c.choices[0].delta.content or "" for c in chunks) == want.text
-        streamed = [
-            e for c in chunks if c.choices[0].logprobs for e in c.choices[0].logprobs.content
-        ]
-        assert streamed == entries
+        streamed = (c.choices[0].logprobs for c in chunks)
+        assert [e for logprobs in streamed if logprobs for e in logprobs.content] == entries
         parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
         same = create(max_tokens=12, messages=[messages[0], {"role": "user", "content": parts}])
         assert same.choices[0].message.content == want.text
         schema = {"name": "s", "schema": {"enum": ["a", {"b": 1}]}}
-        whole = create(max_tokens=12, response_format={"type": "json_schema", "json_schema": schema})
+        spec = {"type": "json_schema", "json_schema": schema}
+        whole = create(max_tokens=12, response_format=spec)
         assert json.loads(whole.choices[0].message.content) in schema["schema"]["enum"]
         image = [{"type": "image_url", "image_url": {"url": "x"}}]
-        for bad, words in (
-            ([{"role": "user", "content": image}], "type text"),
-            ([], "one or more"),
-        ):
+        for bad, words in (([message("user", image)], "type text"), ([], "one or more")):
             with pytest.raises(openai.BadRequestError, match=words):
                 create(messages=bad)
         with pytest.raises(openai.BadRequestError, match="tools is not supported"):
@@ -15804,18 +15802,13 @@ def test_server_echo_has_the_prompts_logprobs():
         with http_server(engine=engine) as (server, url), ThreadPoolExecutor(8) as pool:
             body = dict(prompt=text, echo=True, logprobs=2, max_tokens=0)
             post = lambda more: http_post(url, "/v1/completions", body | more).json()["choices"][0]
-            got = list(
-                pool.map(post, [{}, {}, dict(max_tokens=5, seed=1, ignore_eos=True), dict(n=2)])
-            )
+            more = dict(max_tokens=5, seed=1, ignore_eos=True)
+            got = list(pool.map(post, [{}, {}, more, dict(n=2)]))
         for choice in got:
-            lp = choice["logprobs"]
+            lp, n = choice["logprobs"], len(scored) + 1
             assert lp["token_logprobs"][0] is lp["top_logprobs"][0] is None
-            n = len(scored) + 1
-            close(
-                torch.tensor(lp["token_logprobs"][1:n]),
-                torch.tensor([e["logprob"] for e in scored]),
-                1e-3,
-            )
+            want = torch.tensor([e["logprob"] for e in scored])
+            close(torch.tensor(lp["token_logprobs"][1:n]), want, 1e-3)
             for top, entry in zip(lp["top_logprobs"][1:n], scored):
                 assert {t["text"] for t in entry["top"]} | {entry["text"]} == top.keys()
             assert choice["text"].startswith(text)
@@ -15850,12 +15843,13 @@ HTTP_REFUSED = [  # path, body, status, words, param
     ("completions", dict(prompt="x", logprobs=21), 400, "from 0 to 20", "logprobs"),
     ("completions", dict(prompt="x", stream=1), 400, "stream must be of type bool", "stream"),
     ("completions", dict(prompt="x", stream_options={}), 200, "", None),
-    ("completions", dict(prompt="x", stream_options={"include_usage": True}), 400, "requires stream",
-     "stream_options"),
-    ("completions", dict(prompt="x", logit_bias={"x": 1}), 400, "token ids as keys", "logit_bias"),
+    ("completions", dict(prompt="x", stream_options={"include_usage": True}), 400,
+     "requires stream", "stream_options"),
+    *(("completions", dict(prompt="x", logit_bias=bias), 400, "token ids as keys", "logit_bias")
+      for bias in ({"x": 1}, {" 9": 1, "9": 2}, {"09": 1}, {"-1": 1}, {"\u0669": 1}, [], "9")),
     ("completions", dict(prompt="x", logit_bias={"99999": 1}), 400, "logit_bias", "logit_bias"),
-    *(("completions", dict(prompt="x", logit_bias={"9": bias}), 400, "from -100 to 100", "logit_bias")
-      for bias in (-INF, 101, "1", None, [])),
+    *(("completions", dict(prompt="x", logit_bias={"9": b}), 400, "from -100 to 100", "logit_bias")
+      for b in (-INF, 101, "1", None, [], True)),
     ("completions", dict(prompt="x", stop=["a"] * 17), 400, "at most 16", "stop"),
     ("completions", dict(prompt=[]), 400, "prompt must be", "prompt"),
     ("completions", dict(prompt=""), 400, "non-empty", "prompt"),
@@ -15896,10 +15890,10 @@ def test_server_refuses_what_it_does_not_have():
                 assert len(got.text) < 1000
                 assert str(REPO) not in got.text and "Traceback" not in got.text
         assert httpx.get(f"{url}/v1/completions").status_code == 405
-        for status, hosts in {200: "localhost:80 LOCALHOST [::1]:1 127.0.0.1",
-                              403: "a.com a_b localhost.a.com 127.0.0.1:80.a.com ::1"}.items():  # fmt: skip
-            for host in hosts.split():
-                assert httpx.get(f"{url}/metrics", headers={"Host": host}).status_code == status
+        hosts = {200: "localhost:80 LOCALHOST [::1]:1 127.0.0.1"}
+        hosts |= {403: "a.com a_b localhost.a.com 127.0.0.1:80.a.com ::1"}
+        for status, host in ((s, host) for s in hosts for host in hosts[s].split()):
+            assert httpx.get(f"{url}/metrics", headers={"Host": host}).status_code == status
         for origin, status in ((url, 200), ("http://evil.example", 403), ("null", 403)):
             got = http_post(url, "/tokenize", {"prompt": "x"}, Origin=origin)
             assert got.status_code == status, origin
@@ -15907,9 +15901,10 @@ def test_server_refuses_what_it_does_not_have():
         ids = http_post(url, "/tokenize", {"prompt": HTTP_PROMPT}).json()["tokens"]
         assert ids == http_small()[1].encode(HTTP_PROMPT)
         assert http_post(url, "/detokenize", {"tokens": ids}).json()["prompt"] == HTTP_PROMPT
-        for path, body in (("tokenize", {}), ("detokenize", {"tokens": [-1]}), ("tokenize", []),
-                           ("detokenize", {"tokens": [5], "foo": 1}), ("detokenize", [])):  # fmt: skip
-            assert http_post(url, f"/{path}", body).status_code == 400
+        for body in ({}, []):
+            assert http_post(url, "/tokenize", body).status_code == 400
+        for body in ({"tokens": [-1]}, {"tokens": [5], "foo": 1}, []):
+            assert http_post(url, "/detokenize", body).status_code == 400
         assert http_post(url, "/tokenize", {"prompt": "x", "model": "gpt"}).status_code == 404
 
 
@@ -15957,11 +15952,10 @@ def test_server_client_that_leaves_is_aborted(stream):
         assert other.result().json()["usage"]["completion_tokens"] == 60
 
 
-@pytest.mark.parametrize(
-    "n, echo, deaths",
-    [(2, True, None)]
-    + [pytest.param(*c, marks=pytest.mark.slow) for c in ((1, False, None), (2, True, 4))],
-)
+HTTP_BROKEN = [(2, True, None), (1, False, None), (2, True, 4)]
+
+
+@pytest.mark.parametrize("n, echo, deaths", one_in(3, itertools.starmap(pytest.param, HTTP_BROKEN)))
 def test_server_interrupted_stream_continues(n, echo, deaths):
     """A client that repeats its call with Last-Event-ID after any number of events gets the rest of
     the text and its log-probabilities, none twice and none missing; from replicas that die too."""
@@ -16086,14 +16080,11 @@ def test_unacked_stalls_are_shorter_than_in_order():
     """At 30% loss the repeated tail stalls a reader less than half as long as retransmission in
     order, in each of 20 runs; without loss both show a token after the delay."""
     for repeat in (False, True):
-        assert UNACKED.simulate(repeat, 0.0, n=5) == pytest.approx(
-            [0.05 + 0.03 * i for i in range(5)]
-        )
+        shown = UNACKED.simulate(repeat, 0.0, n=5)
+        assert shown == pytest.approx([0.05 + 0.03 * i for i in range(5)])
+    stalled = lambda repeat, seed: UNACKED.stalled(UNACKED.simulate(repeat, 0.3, seed=seed))
     for seed in range(20):
-        in_order, repeated = (
-            UNACKED.stalled(UNACKED.simulate(r, 0.3, seed=seed)) for r in (False, True)
-        )
-        assert repeated < in_order / 2
+        assert stalled(True, seed) < stalled(False, seed) / 2
     shown = UNACKED.simulate(True, 0.9, n=30)
     assert len(shown) == 30 and shown == sorted(shown)
 
@@ -16101,13 +16092,12 @@ def test_unacked_stalls_are_shorter_than_in_order():
 def test_server_bounds_queue_calls_and_time():
     """429 with Retry-After beyond the queue and beyond a key's calls, 504 after the timeout; 401
     without a valid key; requests before and after are served."""
-    post = lambda url, body, key="a": http_post(
-        url, "/v1/completions", body, Authorization=f"Bearer {key}"
-    )
+    auth = lambda key: dict(Authorization=f"Bearer {key}")
+    post = lambda url, body, key="a": http_post(url, "/v1/completions", body, **auth(key))
     options = dict(keys=(b"a", b"b"), engine=dict(max_num_seqs=1), max_queue=2, max_calls_per_key=4)
     with http_tiny(**options) as (server, url), ThreadPoolExecutor(8) as pool:
-        assert [post(url, HTTP_LONG, key).status_code for key in ("a", "b", "c", "ab")] == [
-            200, 200, 401, 401]  # fmt: skip
+        for key, status in dict(a=200, b=200, c=401, ab=401).items():
+            assert post(url, HTTP_LONG, key).status_code == status
         assert httpx.get(f"{url}/metrics").status_code == 401
         assert httpx.get(f"{url}/health").status_code == 200
         http_slow(server, 0.05)
@@ -16188,7 +16178,7 @@ def test_server_reader_that_never_reads_is_cut_off(monkeypatch):
 
     with http_tiny(request_timeout=0.3) as (server, url):
         done = asyncio.run_coroutine_threadsafe(call(server.app()), server.engine.loop)
-        done.result(10)
+        assert done.result(10) is None
 
 
 @pytest.mark.slow
@@ -16380,15 +16370,14 @@ def test_cascade_server_small_model_has_the_time_of_the_request(stream):
 def test_server_metrics_count_what_ran():
     """vLLM's metric names with our prefix; the totals are those of the calls, and the gauges and
     preemptions the engine's."""
-    metric = lambda url, name: float(
-        re.search(rf"^sheaf:{name} (.*)", httpx.get(f"{url}/metrics").text, re.M)[1]
-    )
+    text = lambda url: httpx.get(f"{url}/metrics").text
+    metric = lambda url, name: float(re.search(rf"^sheaf:{name} (.*)", text(url), re.M)[1])
     with http_tiny() as (server, url):
         http_slow(server, 0.02)
         begun = time.monotonic()
         for seed in range(3):
             http_post(url, "/v1/completions", HTTP_LONG | dict(seed=seed, max_tokens=7))
-        seconds, text = time.monotonic() - begun, httpx.get(f"{url}/metrics").text
+        seconds = time.monotonic() - begun
         first = metric(url, "time_to_first_token_seconds_sum")
         between = metric(url, "inter_token_latency_seconds_sum")
         assert first >= 3 * 0.02 and between >= 18 * 0.02
@@ -16400,7 +16389,7 @@ def test_server_metrics_count_what_ran():
             "time_to_first_token_seconds_count 3.0", "inter_token_latency_seconds_count 18.0",
             "prefix_cache_queries_total 9.0", "num_preemptions_total 0.0",
         ):  # fmt: skip
-            assert f"sheaf:{line}" in text, text
+            assert f"sheaf:{line}" in text(url), text(url)
     blocks = dict(num_blocks=16, block_size=4, max_num_seqs=3)
     with http_tiny(engine=blocks) as (server, url), ThreadPoolExecutor(5) as pool:
         http_slow(server, 0.02)
@@ -16512,6 +16501,26 @@ def test_compare_servers_counts_the_tokens_of_the_servers(monkeypatch):
     assert time.monotonic() - begun < 20
 
 
+@pytest.mark.parametrize(
+    "program, argv, words",
+    [
+        (MIGRATION, "--tokens 0", "--tokens 0: give a number above 0"),
+        (MIGRATION, "", "run: torchrun --nproc-per-node 2"),
+        (COMPARE, "--checkpoint /missing --rounds 0", "--rounds 0: give a number above 0"),
+        (COMPARE, "--checkpoint /missing", "/missing"),
+        (COMPARE_ADAPTERS, "--adapters 0", "--adapters 0: give a number above 0"),
+        (COMPARE_ADAPTERS, "--checkpoint /missing", "/missing"),
+    ],
+)
+def test_serving_programs_mistakes_are_one_line(program, argv, words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["program", *argv.split()])
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(SystemExit, match="1"):
+        program.main()
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+
+
 def http_program(*argv: str, program=("generate.py",)) -> tuple[subprocess.Popen, str]:
     """A server in a process of its own, and its URL."""
     with socket.socket() as s:
@@ -16550,10 +16559,10 @@ def test_server_on_ranks_under_torchrun(monkeypatch):
     process.wait(20)
 
 
-@pytest.mark.parametrize(
-    "signals, drain_timeout",
-    [(1, 60), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 60), (1, 0.5)))],
-)
+HTTP_DRAINS = one_in(3, itertools.starmap(pytest.param, [(1, 60), (2, 60), (1, 0.5)]))
+
+
+@pytest.mark.parametrize("signals, drain_timeout", HTTP_DRAINS)
 def test_server_drains(signals, drain_timeout):
     """The first SIGTERM: new calls get 503, the running one finishes, exit code 0. A second, or the
     end of --drain-timeout: it ends at once. One line of the log per call."""
@@ -16573,9 +16582,8 @@ def test_server_drains(signals, drain_timeout):
         assert not whole or list(events)[-1][1] == "[DONE]"
         assert process.wait(5) == 0
     log = process.stderr.read()
-    ((new, *times),) = re.findall(
-        r"user 'u': 2\+(\d+) tokens, queue (.*) s, TTFT (.*) s, total (.*) s, ", log
-    )
+    line = r"user 'u': 2\+(\d+) tokens, queue (.*) s, TTFT (.*) s, total (.*) s, "
+    ((new, *times),) = re.findall(line, log)
     assert (int(new) == 400) == whole
     queue, first, total = map(float, times)
     assert 0 <= queue < first < total and "Traceback" not in log
@@ -16606,41 +16614,22 @@ def test_server_requires_a_key_beyond_loopback(capsys):
 
 def http_garbage(rng: random.Random) -> tuple[str, bytes, bool]:
     """Path, body, and whether the client leaves early."""
-    values = [
-        None,
-        True,
-        -1,
-        0,
-        1,
-        3,
-        1e30,
-        "x",
-        "\n",
-        [],
-        [1, 2],
-        {},
-        {"1": 2},
-        "日本",
-        0.5,
-        [["a"]],
-    ]
+    values = [None, True, -1, 0, 1, 3, 1e30, 0.5, "x", "\n", "日本", [], [1, 2], [["a"]], {}]
+    values.append({"1": 2})
     fields = [*OA.COMPLETION | OA.CHAT, "foo"]
     body = dict(prompt=[rng.randrange(97) for _ in range(rng.randrange(1, 40))], ignore_eos=True)
-    body |= dict(
-        max_tokens=rng.randrange(1, 30), stream=rng.random() < 0.5, n=rng.choice([1, 1, 2])
-    )
+    body |= dict(max_tokens=rng.randrange(1, 30), n=rng.choice([1, 1, 2]))
+    body["stream"] = rng.random() < 0.5
     for _ in range(rng.choice([0, 0, 1, 2])):
         body[rng.choice(fields)] = rng.choice(values)
     data = json.dumps(body).encode()
     if rng.random() < 0.1:
         data = rng.choice([data[: rng.randrange(len(data))], rng.randbytes(50), b""])
-    path = rng.choice(
-        ["/v1/completions"] * 4 + ["/v1/chat/completions", "/tokenize", "/detokenize"]
-    )
-    return path, data, rng.random() < 0.4
+    others = ["/v1/chat/completions", "/tokenize", "/detokenize"]
+    return rng.choice(["/v1/completions"] * 4 + others), data, rng.random() < 0.4
 
 
-@pytest.mark.parametrize("n", [200, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [200, pytest.param(1000, marks=pytest.mark.slow)])
 def test_server_random_requests_leave_nothing(n):
     """Random bodies, garbage among them, and clients that leave: no 5xx; http_server checks that no
     block, call, stream or thread is left; memory stays flat."""
@@ -16697,9 +16686,8 @@ def test_server_counts_a_waiting_request_once():
 def test_server_many_streams_at_once(n):
     """All streams of n clients, which the queue just holds, finish with the text that each has
     alone."""
-    bodies = [
-        dict(prompt=[3 + i % 90, 5], seed=i, max_tokens=12, ignore_eos=True) for i in range(n)
-    ]
+    body = dict(max_tokens=12, ignore_eos=True)
+    bodies = [body | dict(prompt=[3 + i % 90, 5], seed=i) for i in range(n)]
 
     async def run(url: str) -> list[str]:
         limits = httpx.Limits(max_connections=n)
@@ -16728,23 +16716,9 @@ def test_server_lm_eval_scores_as_perplexity_does(tmp_path):
     process, url = http_program("--dtype", "fp32")
     try:
         model = f"model=small,base_url={url}/v1/completions,tokenizer={SMALL},num_concurrent=2"
-        argv = [
-            sys.executable,
-            "-m",
-            "lm_eval",
-            "--model",
-            "local-completions",
-            "--model_args",
-            model,
-        ]
-        argv += [
-            "--tasks",
-            "local",
-            "--include_path",
-            str(tmp_path),
-            "--output_path",
-            str(tmp_path / "out"),
-        ]
+        argv = [sys.executable, "-m", "lm_eval", "--model", "local-completions", "--model_args"]
+        argv += [model, "--tasks", "local", "--include_path", tmp_path, "--output_path"]
+        argv.append(tmp_path / "out")
         done = subprocess.run([*argv, "--log_samples"], capture_output=True, text=True,
                               env=os.environ | {"HF_HUB_OFFLINE": "1"})  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:]
@@ -17332,29 +17306,14 @@ class FlakyDisaggregated(FlakyReplicas):
                 yield update
 
 
-@pytest.mark.parametrize(
-    ("kind", "deaths"),
-    [(FlakyReplicas, 20)]
-    + [
-        pytest.param(*case, marks=pytest.mark.slow)
-        for case in ((FlakyReplicas, 0), (FlakyDisaggregated, 20), (FlakyDisaggregated, 0))
-    ],
-)
+@pytest.mark.parametrize("deaths", one_in(2, [20, 0]))
+@pytest.mark.parametrize("kind", one_in(2, [FlakyReplicas, FlakyDisaggregated]))
 def test_cluster_streams_outlive_their_replicas(kind, deaths):
     """Texts, tokens, log-probabilities and finish reasons are those of one Engine, of samples too,
     whatever dies; what is not valid is a 400."""
-    bodies = [
-        dict(
-            prompt=f"def f{i}(a):\n",
-            seed=i,
-            max_tokens=20,
-            n=1 + i % 2,
-            logprobs=1,
-            stop=["  "] if i % 4 == 0 else ["return "],
-            echo=i % 3 == 0,
-        )
-        for i in range(20)
-    ]
+    common = dict(max_tokens=20, logprobs=1)
+    varied = lambda i: dict(n=1 + i % 2, stop=["  " if i % 4 == 0 else "return "], echo=i % 3 == 0)
+    bodies = [dict(prompt=f"def f{i}(a):\n", seed=i) | common | varied(i) for i in range(20)]
     with http_server() as (_, url), ThreadPoolExecutor(20) as pool:
         post = lambda url, body: http_post(url, "/v1/completions", body).json()
         want = list(pool.map(partial(post, url), bodies))
@@ -17375,8 +17334,8 @@ def test_cluster_streams_outlive_their_replicas(kind, deaths):
     assert texts == [c["text"] for c in want[1]["choices"]]
 
 
-@pytest.mark.parametrize("replicate", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.slow
+@pytest.mark.parametrize("replicate", [False, True])
 def test_cluster_answers_return_to_the_prefill_replica(replicate):
     """Of a call whose decode replica died after 30 tokens, the prefill replica runs again less than
     a block, and with --replicate no token whose KV arrived; it has the prompt and the answer in its
@@ -17403,9 +17362,7 @@ def test_cluster_answers_return_to_the_prefill_replica(replicate):
             assert prefill.engine.scheduler.n_hit_tokens - hits == (len(prompt) + 58) // 16 * 16
             want = http_reference(turn, **params | dict(max_new_tokens=4))[0].text
             assert got["choices"][0]["text"] == want
-        for replica in flaky.replicas:
-            service, left = replica.service, lambda s: (s.channels, s.handed_over, s.inbox.parts)
-            wait_until(lambda: not any(left(service)) and not replica.expected)
+        wait_until(lambda: not any(disaggregated_left(flaky)))
 
 
 def disaggregated_left(replicas: FlakyDisaggregated) -> list:
@@ -17431,24 +17388,23 @@ def test_cluster_forgets_the_calls_that_clients_left():
         for stream in [*engine.tasks]:
             engine.close_stream(stream)
 
-    async def run() -> None:
+    async def run() -> list:
         service = V.Service(model, tokenizer, model.config.eos_ids, num_blocks=400, max_num_seqs=32)
         replicas = FlakyDisaggregated(service, 0)
         engine = FAILOVER.ReplicatedEngine(replicas.call, lambda _: None)
         prefill, *decode = [replica.service for replica in replicas.replicas]
-        moments = [
-            lambda id: prefill.channels, lambda id: id in prefill.handed_over,
-            lambda id: any(s.engine.outputs for s in decode),
-        ]  # fmt: skip
-        for when, n in product(moments, (1, 2)):
-            await leave(engine, when, n)
-            async with asyncio.timeout(10):
-                while any(disaggregated_left(replicas)) or any(s.engine.outputs for s in decode):
-                    await asyncio.sleep(0.01)
+        decodes = lambda id=0: any(s.engine.outputs for s in decode)
+        for when in (lambda id: prefill.channels, lambda id: id in prefill.handed_over, decodes):
+            for n in (1, 2):
+                await leave(engine, when, n)
+                async with asyncio.timeout(10):
+                    while any(disaggregated_left(replicas)) or decodes():
+                        await asyncio.sleep(0.01)
         for one in replicas.engines:
             await one.close()
+        return disaggregated_left(replicas)
 
-    asyncio.run(run())
+    assert not any(asyncio.run(run()))
 
 
 def test_cluster_resumed_requests_keep_priority_and_client():
@@ -17618,6 +17574,7 @@ def test_cluster_bad_flags_and_missing_ray(monkeypatch, capsys):
         "--serve 0.0.0.0:80": "--api-key", "--top-k 3": "cannot be combined",
         "--pp 2": "--pp cannot be combined with --serve",
         "--finetune x": "--finetune: every replica", "--checkpoint /missing": "/missing",
+        "--cascade draft": "--cascade: replicas have one model", "--dummy x": "--dummy x: neither",
         "--disaggregate 1:x": "--disaggregate must be P:D", "--replicate": "--disaggregate",
         "--disaggregate 1:1 --backend ray": "requires --backend mp",
         "--disaggregate 1:1x2": "a replica has one rank", "--disaggregate auto": "P:D",
@@ -17690,10 +17647,11 @@ class ReplicaProcesses:
         self, bodies: list[dict], n: int, ranks: Iterator[int | None]
     ) -> tuple[list[str], int]:
         """Also the number of kills, with -9 and at random moments, each of a process of n that
-        run or start. ranks: of the processes to be killed."""
+        run or start; 5 at most: a call may lose fewer than MAX_FAILURES. ranks: of the processes
+        to be killed."""
         calls, kills = asyncio.ensure_future(self.texts(bodies)), 0
         while not (await asyncio.wait([calls], timeout=random.uniform(0.05, 1.0)))[0]:
-            if len(self.pids()) == n:
+            if kills < 5 and len(self.pids()) == n:
                 os.kill(random.choice(self.pids(next(ranks))), signal.SIGKILL)
                 kills += 1
         return await calls, kills
@@ -17703,15 +17661,13 @@ class ReplicaProcesses:
 @pytest.mark.parametrize("backend", ["ray", "mp", "disaggregated"])
 def test_cluster_survives_kill_9(backend):
     """Two replicas, or two that run prompts and two that decode; one is killed with -9 at a random
-    moment amid 50 streams, 20 times or more (on Ray, where a replica takes seconds to start, 3):
+    moment amid 50 streams, 10 times or more (on Ray, where a replica takes seconds to start, 3):
     every client receives the text of the undisturbed run. A prompt that was sent before goes to the
     replica that has it."""
     if backend == "ray":
         pytest.importorskip("ray", reason='pip install "ray[serve]==2.60.0"')
-    bodies = [
-        dict(prompt=f"def f{i}(a, b):\n", seed=i, max_tokens=60, ignore_eos=True)
-        for i in range(50)
-    ]
+    body = dict(max_tokens=60, ignore_eos=True)
+    bodies = [body | dict(prompt=f"def f{i}(a, b):\n", seed=i) for i in range(50)]
     rng, flags = random.Random(0), ["--replicas", "2", "--backend", backend]
     if backend == "disaggregated":
         flags = ["--disaggregate", "2:2", "--replicate"]
@@ -17722,7 +17678,7 @@ def test_cluster_survives_kill_9(backend):
         hits = re.search(r"cache_hits_total (\d\S*)", httpx.get(f"{server.url}/metrics").text)
         assert float(hits[1]) >= 16 * 48
         want, kills = asyncio.run(server.texts(bodies)), 0
-        while kills < (3 if backend == "ray" else 20):
+        while kills < (3 if backend == "ray" else 10):
             n = 4 if backend == "disaggregated" else 2
             got, more = asyncio.run(server.texts_amid_kills(bodies, n, itertools.repeat(None)))
             kills += more
@@ -17817,7 +17773,8 @@ class Browser:
 
     def run(self, script: str):
         """The value of a JavaScript expression, with $(selector) and $$(selector)."""
-        script = f"(($, $$) => {script})(s => document.querySelector(s), s => [...document.querySelectorAll(s)])"  # fmt: skip
+        select = "s => document.querySelector(s), s => [...document.querySelectorAll(s)]"
+        script = f"(($, $$) => {script})({select})"
         params = dict(expression=script, awaitPromise=True, returnByValue=True, userGesture=True)
         found = self.send("Runtime.evaluate", **params)
         assert "exceptionDetails" not in found, found["result"]
@@ -18058,13 +18015,11 @@ def test_page_fits_a_phone_and_follows_dark_mode(page):
             edges = "$$('body, body *').map(e => [e.scrollWidth, e.getBoundingClientRect().right])"
             assert max(map(max, browser.run(edges))) <= 360
             browser.run("$('#show').click()")
-        for name, is_light in (
-            ("background-color", scheme == "light"),
-            ("color", scheme == "dark"),
-        ):
+        is_light = {"background-color": scheme == "light", "color": scheme == "dark"}
+        for name in is_light:
             color = browser.run(f"getComputedStyle(document.body).getPropertyValue('{name}')")
             color = [int(x) for x in re.findall(r"\d+", color)]
-            assert min(color) > 200 if is_light else max(color) < 50
+            assert min(color) > 200 if is_light[name] else max(color) < 50
     browser.point("$$('.token').at(-1)", tap=True)
     browser.wait("$('#tip .chosen') != null")
     browser.view(1000, 700, "light")
@@ -22820,6 +22775,16 @@ def test_finetune_flag_trains_while_it_serves(tmp_path, monkeypatch):
 REFUSED["finetune: fp16"] = (
     lambda: finetune.FineTuner(random_model(tiny(), 1).half(), finetune_job("x"), torch.arange(99)),
     "fp16 weights need loss scaling",
+)
+
+
+REFUSED["finetune: nested"] = (
+    lambda: finetune.FinetuneJob.read(SimpleNamespace(read_text=lambda **_: "[" * 10**5)),
+    "--finetune .*: not a JSON file",
+)
+REFUSED["finetune: no data"] = (
+    lambda: finetune.training_tokens(finetune.FinetuneJob(["/nowhere"], "y"), None, ()),
+    "--finetune: data /nowhere",
 )
 
 

@@ -7,7 +7,7 @@ nor a KV cache. This file adds:
     Speculator         a Decoder's draft-verify steps: propose, forward, accept or reject, roll back
     build_speculator   the Speculator of --speculate and --draft-model
 
-serving/batch.py does the same for the Engine.
+serving/paged_drafting.py does the same for the Engine.
 
 Verification uses the distributions that the model would sample from without drafts:
 Sampler.expand_for_drafts gives the rows' state after each draft, including penalty counts and

@@ -178,6 +178,13 @@ def load_draft(
 PERIOD = 2**18 + 3
 
 
+def dummy_config(name: str) -> ModelConfig:
+    """The config of --dummy: a name, or a config.json. ValueError if it is neither."""
+    if name not in CONFIGS and not Path(name).exists():
+        raise ValueError(f"--dummy {name}: neither a config.json nor one of {', '.join(CONFIGS)}")
+    return CONFIGS[name] if name in CONFIGS else read_config(name)
+
+
 def dummy_model(
     name: str,
     device: torch.device,
@@ -186,9 +193,7 @@ def dummy_model(
 ) -> Transformer:
     """A model with random weights, of a named config or a config.json. prepare(model), if given,
     shards it on the meta device; this rank then gets its shards of the same weights."""
-    if name not in CONFIGS and not Path(name).exists():
-        raise ValueError(f"--dummy {name}: neither a config.json nor one of {', '.join(CONFIGS)}")
-    config = CONFIGS[name] if name in CONFIGS else read_config(name)
+    config = dummy_config(name)
     with torch.device("meta"):
         model = Transformer(config).eval()
     shapes = {name: p.shape for name, p in model.named_parameters()}

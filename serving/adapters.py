@@ -429,7 +429,7 @@ class AdapterPool:
 
     def _allocate_tables(self, max_rows: int, max_slots: int) -> None:
         size = max_slots, len(self.allocator.refs)
-        zeros = lambda *shape, **kw: torch.zeros(*shape, dtype=torch.int32, device=self.device)
+        zeros = lambda *shape: torch.zeros(*shape, dtype=torch.int32, device=self.device)
         self.batch.tables = Tables(
             zeros(n := 1 if self.merging is None else 2, max_rows) - 1, zeros(*size),
             zeros(max_slots), torch.zeros(n, max_slots, device=self.device),

@@ -158,11 +158,9 @@ class AsyncEngine:
         """Queue the requests of a call, which have the same n. previous: the output of each in a
         run that was interrupted. prompt_logprobs: see Engine.add. ValueError if a request is
         invalid; then none is queued. RuntimeError if the thread has ended."""
-        stream, added = Stream(requests), Future()
+        stream = Stream(requests)
 
         def add() -> None:
-            if not added.set_running_or_notify_cancel():
-                return
             try:
                 if self.closed:
                     raise RuntimeError("the engine has stopped")
@@ -171,18 +169,16 @@ class AsyncEngine:
                     stream.outputs.append(self._add(request, earlier, prompt_logprobs))
                     self.streams[request] = stream
                 self.submitting.pop(stream, None)
-                added.set_result(None)
-            except Exception as e:
+            except Exception:
                 self._remove(stream)
-                added.set_exception(e)
+                raise
 
         self.submitting[stream] = len(requests)
         try:
             for request in requests:
                 if isinstance(request.params.grammar, str):  # takes up to seconds to compile
                     await asyncio.to_thread(self.service.compile_grammar, request)
-            self.call_between_steps(add)
-            await asyncio.wrap_future(added)
+            await self.run(add)
         except asyncio.CancelledError:
             self.close_stream(stream)
             raise

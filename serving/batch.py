@@ -5,7 +5,6 @@ The Engine schedules token ids and KV blocks; it knows neither text nor files. T
     Service       requests in, results out: streamed text, stop strings, EOS, log-probabilities
     run_batch     --batch: a JSONL file of requests to a JSONL file of results
     replay        --bench-serving: a trace's requests at their arrival times, in real time
-    enable_speculative_decoding    the drafter and verifier of --speculate
 
 A request file may be long or have invalid lines, and the process may die halfway. So the file is
 read only as fast as the engine needs it; an invalid line gets an error result that names line and
@@ -21,7 +20,7 @@ killed at any point and resumed == an uninterrupted run. Both up to rounding, wh
 batch size: in bf16, texts may diverge where two tokens have nearly equal probability.
 
 Needs: paged_kv.py, generation/sampling.py, generation/json_schema.py, huggingface/tokenizer.py,
-generation/drafting.py and its dependencies, tqdm.
+serving/paged_drafting.py, tqdm.
 """
 
 from __future__ import annotations
@@ -32,50 +31,33 @@ if __name__ == "__main__":
 import difflib
 import json
 import math
+import re
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
-from itertools import accumulate, chain
+from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 
-from generation.config import GenerateConfig
-from generation.drafting import (
-    RejectionSampler,
-    build_drafter,
-    check_rope_scaling,
-    new_policy,
-    pad_drafts,
-)
 from generation.json_schema import parse_grammar
 from generation.sampling import RowSampler
-from generation.structured import ForcedPolicy, ForcedTokens, Grammar, Vocabulary
+from generation.structured import Grammar, Vocabulary
 from huggingface.chat_template import ChatTemplate
 from huggingface.tokenizer import (
-    Continuation,
-    StopStrings,
-    TextStream,
-    Tokenizer,
-    logprob_entry,
-    one_line,
-)
-from model import Transformer
-from paged_kv import (
-    Chunk, Engine, Output, PagedKVCache, SamplingParams, Sequence, Step,
+    Continuation, StopStrings, TextStream, Tokenizer, logprob_entry, one_line,
 )  # fmt: skip
+from paged_kv import Engine, Output, PagedKVCache, SamplingParams, Sequence
 from serving.kv_transfer import continued, import_request
+from serving.paged_drafting import jump_forced_tokens
 from serving.row_order import fields_text, group_requests
 from serving.traces import Arrival
-from speculative import Proposal, DraftRunner, common_prefix_length
 
 # --------------------------------------------------------------------------------------------------
 # The engine
@@ -107,157 +89,6 @@ def build_engine(
     """An Engine with a RowSampler; kwargs are further arguments of Engine."""
     sampler = RowSampler(model.config.vocab_size, max_num_seqs, model.embed.weight.device, eos)
     return Engine(model, max_num_seqs=max_num_seqs, sampler=sampler, eos_ids=eos, **kwargs)
-
-
-# --------------------------------------------------------------------------------------------------
-# Speculative decoding
-# --------------------------------------------------------------------------------------------------
-
-
-class PagedDraftRunner(DraftRunner):
-    """Runs a drafter's model over a paged cache. Rows are the Engine's sequences; their block
-    tables, which have lookahead slots, also index this cache. After a preemption or a prefix-cache
-    hit this cache has fewer valid entries of a sequence than the target's cache: drafts are then
-    worse, but the output has the same distribution."""
-
-    def __init__(self, forward: Callable[..., Tensor], cache: PagedKVCache, first_layer: int = 0):
-        """first_layer: index of the model layer that is layer 0 of the cache."""
-        super().__init__(forward, cache, cache.device)
-        self.first_layer = first_layer
-        self.tables: WeakKeyDictionary[Sequence, list[int]] = WeakKeyDictionary()
-
-    def run(
-        self,
-        rows: list[Sequence],
-        starts: list[int],
-        tokens: list[list[int]],
-        hidden: list[Tensor] | None,
-    ) -> list[Tensor]:
-        new = zip(rows, starts, tokens)
-        step = self.cache.step([Chunk(t, s, r.block_table, ring=r.ring) for r, s, t in new if t])
-        prev_hidden = None if hidden is None else torch.cat(hidden)[None]
-        h = self._forward(step, step.tokens[None], prev_hidden)
-        for row in rows:
-            self.tables[row] = list(row.block_table)
-        return list(h.split([len(t) for t in tokens]))
-
-    def step(
-        self, rows: list[Sequence], ids: Tensor, at: list[int], hidden: Tensor | None = None
-    ) -> Tensor:
-        """One more token of each row, as ContiguousRunner.step. A row with fewer drafts than the
-        others has no slots for more: its position is clamped and its result is ignored."""
-        size = self.cache.block_size
-        clamped = [min(p, len(row.block_table) * size - 1) for row, p in zip(rows, at)]
-        chunks = [Chunk([0], p, row.block_table, ring=row.ring) for row, p in zip(rows, clamped)]
-        step = self.cache.step(chunks)
-        return self._forward(step, ids[None], None if hidden is None else hidden[None])
-
-    def num_valid(self, row: Any, n: int) -> int:
-        num_blocks = common_prefix_length(self.tables.get(row, []), row.block_table)
-        return min(n, num_blocks * self.cache.block_size)
-
-    def _forward(self, step: Step, tokens: Tensor, hidden: Tensor | None) -> Tensor:
-        def attend(spec: Any, *qkv_positions: Tensor) -> Tensor:
-            cache_spec = spec
-            if self.first_layer:
-                cache_spec = replace(spec, index=spec.index - self.first_layer)
-            return self.cache.attend(cache_spec, *qkv_positions, step=step)
-
-        return self.forward(tokens, step.positions[None], attend, hidden)[0]
-
-
-class RowVerifier:
-    """Samples and verifies an Engine's drafts: a RejectionSampler over the rows of the Engine's
-    RowSampler. Rows with the same features are verified together."""
-
-    def __init__(
-        self, row_sampler: RowSampler, coupled: bool = False, forced_acceptance: float | None = None
-    ):
-        self.row_sampler = row_sampler
-        self.rejection_sampler = RejectionSampler(row_sampler.sampler, coupled, forced_acceptance)
-
-    def sample_draft(self, logits: Tensor, sequences: list[Sequence], i: int) -> Any:
-        """The i-th draft of each sequence, as RejectionSampler.sample_draft."""
-        rows = self.row_sampler.assign_rows(sequences)
-        return self.rejection_sampler.sample_draft(logits, rows, i)
-
-    def __call__(
-        self, logits: Tensor, sequences: list[Sequence], drafts: list[Proposal]
-    ) -> list[list[int]]:
-        """logits (M, V), all sequences concatenated, one row more than drafts for each -> the new
-        tokens of each sequence."""
-        rows, groups = self.row_sampler.assign_rows(sequences), {}
-        first = [0, *accumulate(len(tokens) + 1 for tokens, _ in drafts)]
-        for i, row in enumerate(rows):
-            groups.setdefault(frozenset(self.row_sampler.sampler.row_features[row]), []).append(i)
-            self.row_sampler.num_recorded[row] = -1  # restored if the step is interrupted
-        runs: list[list[int]] = [[] for _ in rows]
-        for group in groups.values():
-            K = max(len(drafts[i][0]) for i in group)
-            size = max(1, self.row_sampler.max_rows // (K + 1))
-            for part in (group[j : j + size] for j in range(0, len(group), size)):
-                tokens, lengths, probs = pad_drafts([drafts[i] for i in part], K, logits.device)
-                first_row = torch.tensor([first[i] for i in part], device=logits.device)[:, None]
-                at = torch.arange(K + 1, device=logits.device).expand(len(part), -1)
-                padded = logits[first_row + torch.minimum(at, lengths[:, None])]
-                part_rows = [rows[i] for i in part]
-                out, n = self.rejection_sampler.verify(padded, tokens, probs, lengths, part_rows)
-                for i, run, accepted in zip(part, out.tolist(), n.tolist()):
-                    runs[i] = run[: accepted + 1]
-        for seq, row, run in zip(sequences, rows, runs):
-            self.row_sampler.num_recorded[row] = len(seq.tokens) - seq.n_prompt + len(run)
-        return runs
-
-
-def enable_speculative_decoding(
-    args: GenerateConfig,
-    engine: Engine,
-    tokenizer: Tokenizer,
-    load: Callable[[str], tuple[Transformer, Tokenizer]],
-) -> None:
-    """--speculate for an Engine with a RowSampler. ValueError names the flag."""
-    model, blocks = engine.model, engine.allocator
-    if args.speculate in ("tree", "staged"):
-        raise ValueError(
-            f"--speculate {args.speculate} cannot be combined with --batch or --bench-serving: it "
-            "drafts for one prompt; use --speculate draft"
-        )
-    verifier = RowVerifier(engine.sampler, args.draft_coupled, args.forced_acceptance)
-
-    def new_cache(config: Any) -> PagedKVCache:
-        weight = model.embed.weight
-        return PagedKVCache(
-            config,
-            len(blocks.refs),
-            blocks.block_size,
-            weight.dtype,
-            weight.device,
-            args.kv_cache_dtype,
-        )
-
-    if args.speculate != "ngram":  # these drafters read the keys of all tokens
-        engine.scheduler.max_blocks = None
-    cache, make_runner = engine.cache, PagedDraftRunner
-    if args.speculate == "mtp":
-        cache = new_cache(SimpleNamespace(**vars(model.config) | {"n_layers": 1}))
-        make_runner = partial(PagedDraftRunner, first_layer=model.config.n_layers)
-    check_rope_scaling(model)
-    engine.drafter = build_drafter(
-        args, model, tokenizer, load, verifier.sample_draft, make_runner, cache, new_cache
-    )
-    engine.verifier = verifier
-    engine.speculate_k = new_policy(args, engine.drafter)
-
-
-def jump_forced_tokens(engine: Engine) -> None:
-    """Make an Engine draft the tokens that grammars force, before those of --speculate."""
-    if isinstance(engine.drafter, ForcedTokens):
-        return
-    policy = None if engine.drafter is None else engine.speculate_k
-    if engine.drafter is None:
-        engine.verifier = RowVerifier(engine.sampler)
-    engine.drafter = ForcedTokens(engine.sampler.grammar_state, engine.drafter)
-    engine.speculate_k = ForcedPolicy(engine.drafter, policy)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -358,14 +189,9 @@ class Service:
             jump_forced_tokens(self.engine)
         prompt = request.ids if request.continues else ()
         stream = TextStream(self.tokenizer, prompt, request.params.grammar is not None)
-        stop, eos = StopStrings(request.params.stop), self.eos
-        request.samples[i] = Continuation(
-            self.tokenizer,
-            stream,
-            stop,
-            () if request.params.ignore_eos else eos,
-            partial(request.on_text, i) if request.on_text else lambda text: None,
-        )
+        stop, eos = StopStrings(request.params.stop), () if request.params.ignore_eos else self.eos
+        on_text = partial(request.on_text, i) if request.on_text else lambda text: None
+        request.samples[i] = Continuation(self.tokenizer, stream, stop, eos, on_text)
         return request.samples[i]
 
     def results(self, requests: RequestFile) -> Iterator[Result]:
@@ -482,10 +308,8 @@ class RequestFile:
                 try:
                     values = _json_object(raw)
                     id = _parse_id(values, line)
-                    if first.setdefault(id, line) != line:
-                        raise ValueError(
-                            f"id {id!r} is already used by line {first[id]}; give another"
-                        )
+                    if (other := first.setdefault(id, line)) != line:
+                        raise ValueError(f"id {id!r} is already used by line {other}; give another")
                     yield id, line, values
                 except ValueError as e:
                     first.setdefault(id, line)  # without a readable id: the line number
@@ -494,8 +318,7 @@ class RequestFile:
     def error_results(self, owners: Iterable[tuple[Id, int]], error: object) -> Iterator[Result]:
         """The results of requests that failed, each (id, line)."""
         for id, line in owners:
-            error_text = f"{self.path}, line {line}: {one_line(error)}"
-            yield {"id": id, "line": line, "error": error_text}
+            yield {"id": id, "line": line, "error": f"{self.path}, line {line}: {one_line(error)}"}
 
     def _request(self, values: dict[str, Any], id: Id, line: int) -> Request:
         for name in [name for name in values if name not in FIELDS]:
@@ -509,13 +332,11 @@ class RequestFile:
         if type(client) is not str:
             raise ValueError(f"client must be a string, not {client!r}")
         given = {name: values[name] for name in PARAM_FIELDS if name in values}
-        if isinstance(given.get("logit_bias"), dict):
-            given["logit_bias"] = _parse_logit_bias(given["logit_bias"])
+        if "logit_bias" in given:
+            given["logit_bias"] = parse_logit_bias(given["logit_bias"])
         for name in values.keys() & GRAMMAR_FIELDS:
             if "grammar" in given:
-                raise ValueError(
-                    "regex cannot be combined with json_schema: a text has one grammar"
-                )
+                raise ValueError("regex cannot be combined with json_schema: give one grammar")
             given["grammar"] = parse_grammar(name, values[name], name == "json_schema")
         if "max_new_tokens" not in given:  # only the default is lowered to fit
             room = max(1, self.limit - len(ids))
@@ -527,10 +348,8 @@ class RequestFile:
     def _prompt_ids(self, values: dict[str, Any]) -> list[int]:
         given = [name for name in PROMPT_FIELDS if name in values]
         if len(given) != 1:
-            has = " and ".join(given) or "none of them"
-            raise ValueError(
-                f"a request must have one of {', '.join(PROMPT_FIELDS)}; this one has {has}"
-            )
+            has, names = " and ".join(given) or "none of them", ", ".join(PROMPT_FIELDS)
+            raise ValueError(f"a request must have one of {names}; this one has {has}")
         value = values[given[0]]
         if given == ["prompt"]:
             if not isinstance(value, str) or not value:
@@ -593,12 +412,12 @@ def _insert_fields(text: str, values: dict[str, Any]) -> str:
     return text.replace("{fields}", fields_text(values["fields"]))
 
 
-def _parse_logit_bias(bias: dict[str, Any]) -> dict[int, Any]:
+def parse_logit_bias(bias: Any) -> dict[int, Any]:
     """logit_bias from JSON, which has neither integer keys nor infinity."""
-    try:
-        return {int(i): -math.inf if b == "-inf" else b for i, b in bias.items()}
-    except ValueError:
-        raise ValueError(f"logit_bias must have token ids as keys, not {list(bias)!r}") from None
+    is_id = partial(re.fullmatch, "0|[1-9][0-9]{0,17}")  # one spelling: no token is named twice
+    if not isinstance(bias, dict) or not all(map(is_id, bias)):
+        raise ValueError(f"logit_bias must be an object with token ids as keys, not {bias!r}")
+    return {int(i): -math.inf if b == "-inf" else b for i, b in bias.items()}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -626,9 +445,8 @@ def read_results(path: Path) -> dict[tuple[Id, int], bool]:
                 result = _json_object(raw)
                 found[_parse_id(result, None), result["line"]] = "error" in result
             except (ValueError, KeyError, TypeError):
-                raise ValueError(
-                    f"{path}, line {line}: not a result; delete the file or give another --out"
-                ) from None
+                fix = "delete the file or give another --out"
+                raise ValueError(f"{path}, line {line}: not a result; {fix}") from None
             complete_bytes += len(raw)
         file.truncate(complete_bytes)
     return found
@@ -641,19 +459,15 @@ def run_batch(service: Service, requests: RequestFile, out: Path) -> str:
     if requests.path.is_file():  # a pipe can be read only once
         with open(requests.path, "rb") as file:
             total = sum(1 for raw in file if raw.strip())
-    bar = tqdm(
-        total=total,
-        initial=len(requests.previous_results),
-        mininterval=0.5 if sys.stderr.isatty() else 15,
-        dynamic_ncols=True,
-    )
+    previous, seconds = requests.previous_results, 0.5 if sys.stderr.isatty() else 15
+    bar = tqdm(total=total, initial=len(previous), mininterval=seconds, dynamic_ncols=True)
     with bar, open(out, "ab") as file:
         for result in service.results(requests):
             file.write(json.dumps(result).encode() + b"\n")
             file.flush()
             done, errors = done + 1, errors + ("error" in result)
             bar.update()
-    line, previous = f"{done} requests, {errors} errors", requests.previous_results
+    line = f"{done} requests, {errors} errors"
     if previous:
         line += f" (earlier runs: {len(previous)}, {sum(previous.values())} errors)"
     if done > errors:
@@ -667,14 +481,10 @@ def stats_line(service: Service, seconds: float) -> str:
     """The requests run so far, as one line."""
     stats = service.engine.stats()
     ms = lambda times, p: f"{1e3 * (percentile(times, p) or 0):.1f}"
-    latencies = (
-        f"{name} {ms(times, 50)} ms (p99 {ms(times, 99)})"
-        for name, times in (("TTFT", service.ttft), ("ITL", service.itl))
-    )
-    line = (
-        f"{stats['tokens_new'] / seconds:.1f} tok/s, {', '.join(latencies)}, prefix cache hit rate "
-        f"{stats['hit_rate']:.0%}, {stats['preemptions']} preemptions"
-    )
+    line = f"{stats['tokens_new'] / seconds:.1f} tok/s"
+    for name, times in (("TTFT", service.ttft), ("ITL", service.itl)):
+        line += f", {name} {ms(times, 50)} ms (p99 {ms(times, 99)})"
+    line += f", prefix cache hit rate {stats['hit_rate']:.0%}, {stats['preemptions']} preemptions"
     return line + stored_tokens(stats)
 
 
@@ -739,16 +549,10 @@ def replay_metrics(
     start = done[0].arrival_time - trace[done[0].id].arrival_time
     seconds = max(output.timestamps[-1] for output in done) - start
     n_in, n_out = sum(len(o.prompt_ids) for o in done), sum(len(o.token_ids) for o in done)
-    metrics = {
-        "requests": len(done),
-        "seconds": seconds,
-        "prompt_tokens": n_in,
-        "output_tokens": n_out,
-        "output_tokens_per_second": n_out / seconds,
-        "total_tokens_per_second": (n_in + n_out) / seconds,
-        "hit_rate": hit_tokens / max(1, prompt_tokens),
-        "preemptions": preempted,
-    }
+    metrics = dict(requests=len(done), seconds=seconds, prompt_tokens=n_in, output_tokens=n_out)
+    metrics["output_tokens_per_second"] = n_out / seconds
+    metrics["total_tokens_per_second"] = (n_in + n_out) / seconds
+    metrics |= dict(hit_rate=hit_tokens / max(1, prompt_tokens), preemptions=preempted)
     for name, t in times.items():
         metrics |= {f"{name}_seconds_p{p}": percentile(t, p) for p in (50, 99)}
         metrics[f"{name}_seconds_mean"] = sum(t) / len(t) if t else None
@@ -764,19 +568,11 @@ def percentile(values: Collection[float], p: float) -> float | None:
 def summary_table(m: Mapping[str, Any]) -> str:
     """The metrics of a replay as a table."""
     ms = lambda value: "-" if value is None else f"{1e3 * value:.1f}"
+    columns, line = ("mean", "p50", "p99"), "{:16} {:>9} {:>9} {:>9}".format
     names = {"queue": "queue time", "ttft": "TTFT", "itl": "ITL", "e2e": "end to end"}
-    rows = [
-        f"{text:16}"
-        + "".join(f" {ms(m[f'{name}_seconds_{x}']):>9}" for x in ("mean", "p50", "p99"))
-        for name, text in names.items()
-    ]
-    return "\n".join(
-        [
-            f"{m['requests']} requests in {m['seconds']:.2f} s, {m['prompt_tokens']} input tokens, "
-            f"{m['output_tokens']} output tokens: {m['output_tokens_per_second']:.1f} output "
-            f"tok/s, {m['total_tokens_per_second']:.1f} total tok/s",
-            f"{'ms':16} {'mean':>9} {'p50':>9} {'p99':>9}",
-            *rows,
-            f"prefix cache hit rate {m['hit_rate']:.0%}, {m['preemptions']} preemptions",
-        ]
-    )
+    rows = [line(text, *(ms(m[f"{x}_seconds_{c}"]) for c in columns)) for x, text in names.items()]
+    head = f"{m['requests']} requests in {m['seconds']:.2f} s, {m['prompt_tokens']} input tokens, "
+    head += f"{m['output_tokens']} output tokens: {m['output_tokens_per_second']:.1f} output tok/s"
+    head += f", {m['total_tokens_per_second']:.1f} total tok/s"
+    end = f"prefix cache hit rate {m['hit_rate']:.0%}, {m['preemptions']} preemptions"
+    return "\n".join([head, line("ms", *columns), *rows, end])

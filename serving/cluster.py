@@ -379,6 +379,8 @@ def start_replicas(own: argparse.Namespace, args: Any, argv: list[str]) -> Any:
 
     if args.finetune is not None:
         raise ValueError("--finetune: every replica would train it; use generate.py --serve")
+    if args.cascade is not None:
+        raise ValueError("--cascade: replicas have one model; use generate.py --serve")
     placement = check_disaggregate(own, args)
     low, _, high = own.replicas.partition(":")
     numbers = [low, high or low]
@@ -440,8 +442,8 @@ def check_disaggregate(own: argparse.Namespace, args: Any) -> Placement | None:
 
 def main(argv: list[str] | None = None) -> int:
     from generation.config import parse_args
+    from generation.load import dummy_config
     from huggingface.tokenizer import DummyTokenizer, load_tokenizer
-    from model import CONFIGS
     from serving.run import bind, serve_engine, served_model
 
     parser = argparse.ArgumentParser(
@@ -462,7 +464,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         args = parse_args(rest)
         listener = bind(args)
-        V = CONFIGS[args.dummy].vocab_size if args.dummy else None
+        V = dummy_config(args.dummy).vocab_size if args.dummy else None
         tokenizer = DummyTokenizer(V) if args.dummy else load_tokenizer(args.checkpoint)
         replicas = start_replicas(own, args, rest)
         model = served_model(args, tokenizer, *replicas.describe())

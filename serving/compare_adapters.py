@@ -27,7 +27,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from training.flags import check_positive
+
 RANKS = (4, 8, 16, 32)
+SIZES = dict(requests=64, adapters=16, prompt=32, new=32, rounds=3)  # flags and their defaults
 Run = Callable[[], list[list[int]]]  # generates the output tokens of each request
 
 
@@ -84,7 +87,8 @@ def engine_runs(args: argparse.Namespace, prompts: list[list[int]], tmp: Path) -
         model.layer_groups = groups
         params = [SamplingParams(**greedy, adapter=name) for name in adapters]
         outputs = engine.generate(prompts, params)
-        assert not any(output.error for output in outputs), outputs[0].error
+        if error := next((output.error for output in outputs if output.error), None):
+            raise ValueError(error)
         return [output.token_ids for output in outputs]
 
     each = [f"a{i % args.adapters}" for i in range(len(prompts))]
@@ -118,15 +122,8 @@ def peft_run(args: argparse.Namespace, prompts: list[list[int]], tmp: Path) -> R
 
 
 @torch.inference_mode()
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser("python -m serving.compare_adapters")
-    parser.add_argument("--checkpoint", default=None, help="default: checkpoints/small")
-    parser.add_argument("--dummy", default=None, help="random weights, such as tinyllama-1.1b")
-    for name, default in dict(requests=64, adapters=16, prompt=32, new=32, rounds=3).items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--no-peft", action="store_true")
-    args = parser.parse_args()
+def compare(args: argparse.Namespace) -> None:
+    """Run all rounds, and print the table."""
     args.checkpoint = args.checkpoint or (None if args.dummy else "checkpoints/small")
     rng = torch.Generator().manual_seed(0)
     prompts = torch.randint(3, 4000, (args.requests, args.prompt), generator=rng).tolist()
@@ -149,6 +146,21 @@ def main() -> None:
         ours = outputs[f"{args.adapters} adapters"]
         same = sum(map(list.__eq__, ours, outputs["PEFT"])) / len(ours)
         print(f"{same:.0%} of the outputs equal PEFT's")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser("python -m serving.compare_adapters")
+    parser.add_argument("--checkpoint", default=None, help="default: checkpoints/small")
+    parser.add_argument("--dummy", default=None, help="random weights, such as tinyllama-1.1b")
+    for name, default in SIZES.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--no-peft", action="store_true")
+    args = parser.parse_args()
+    try:
+        check_positive(args, *SIZES)
+        compare(args)
+    except ValueError as e:
+        parser.exit(1, f"error: {e}\n")
 
 
 if __name__ == "__main__":

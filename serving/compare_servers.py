@@ -31,6 +31,7 @@ from typing import Any
 import httpx
 
 from serving.batch import percentile
+from training.flags import check_positive
 
 Result = dict[str, float]
 PORT = 8765
@@ -139,14 +140,8 @@ async def client(
             "gap p50": percentile(gaps, 50), "gap p99": percentile(gaps, 99)}  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--checkpoint", type=Path, required=True)
-    parser.add_argument("--dtype", default="bf16")
-    parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--peer", help="a Python with transformers[serving]")
-    args = parser.parse_args()
+def compare(args: argparse.Namespace) -> None:
+    """Run all rounds, and print the table."""
     folder, rng = args.checkpoint.resolve(), random.Random(1)
     texts = prompts(folder, args.requests, (16, 128))
     lengths = [rng.randint(16, 64) for _ in texts]
@@ -172,6 +167,21 @@ def main() -> None:
     for name, rounds in results.items():
         medians = (statistics.median(r[c] for r in rounds) for c in columns)
         print(f"{name:20}" + "".join(f"{x:10.3f}" for x in medians))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--checkpoint", type=Path, required=True)
+    parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--peer", help="a Python with transformers[serving]")
+    args = parser.parse_args()
+    try:
+        check_positive(args, "requests", "rounds")
+        compare(args)
+    except (ValueError, RuntimeError) as e:
+        parser.exit(1, f"error: {e}\n")
 
 
 if __name__ == "__main__":

@@ -154,7 +154,7 @@ class ReplicatedEngine:
         self.tasks[stream] = asyncio.create_task(self._run(stream, accepted))
         try:
             await accepted
-        except BaseException:
+        except BaseException:  # also if this call is cancelled
             self.close_stream(stream)
             raise
         return stream

@@ -70,7 +70,7 @@ class FinetuneJob:
         """ValueError names the file and the field."""
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as e:
+        except (OSError, ValueError, RecursionError) as e:
             raise ValueError(f"--finetune {path}: not a JSON file ({e})") from None
         known = {f.name: f for f in fields(cls)}
         is_job = isinstance(values, dict) and {"data", "out"} <= values.keys() <= known.keys()
@@ -201,10 +201,13 @@ class FineTuner:
 
 
 def training_tokens(job: FinetuneJob, tokenizer: Tokenizer, eos: tuple[int, ...]) -> Tensor:
-    """The documents of a job, each with an EOS."""
+    """The documents of a job, each with an EOS. ValueError if one cannot be read."""
     ids = []
-    for _, text in (document for path in job.data for document in read_documents(path)):
-        ids += [*tokenizer.encode(text, bos=False), *eos[:1]]
+    try:
+        for _, text in (document for path in job.data for document in read_documents(path)):
+            ids += [*tokenizer.encode(text, bos=False), *eos[:1]]
+    except ValueError as e:
+        raise ValueError(f"--finetune: data {str(e).removeprefix('--data ')}") from None
     return torch.tensor(ids)
 
 
@@ -212,11 +215,10 @@ def start(path: Path, service: Any, base: Path) -> FineTuner:
     """Let the Engine of a service (serving/batch.py) fine-tune in the background. base: the folder
     of its model, which the adapter names."""
     job, engine = FinetuneJob.read(path), service.engine
-    if job.window > engine.scheduler.max_num_batched_tokens:
-        most = engine.scheduler.max_num_batched_tokens
-        raise ValueError(
-            f"--finetune {path}: window {job.window} exceeds --max-num-batched-tokens {most}"
-        )
+    most = engine.scheduler.max_num_batched_tokens
+    if job.window > most:
+        text = f"window {job.window} exceeds --max-num-batched-tokens {most}"
+        raise ValueError(f"--finetune {path}: {text}")
     try:
         Path(job.out).mkdir(parents=True, exist_ok=True)  # now, not after the last step
     except OSError as e:

@@ -51,6 +51,7 @@ from paged_kv import Engine, Output, SamplingParams, Sequence
 from serving.kv_transfer import (
     Cancel, Channel, Handover, KVInbox, KVPart, KVSender, KVTransfer, decodes, import_request,
 )  # fmt: skip
+from training.flags import check_positive
 
 
 class Ask(NamedTuple):
@@ -232,6 +233,12 @@ def main() -> None:
     parser.add_argument("--part", type=int, default=256, help="tokens of a part and of a step")
     parser.add_argument("--repeat", type=int, default=5, help="requests of each kind")
     args = parser.parse_args()
+    try:
+        check_positive(args, "tokens", "part", "repeat")
+        if os.environ.get("WORLD_SIZE") != "2":
+            raise ValueError("run: torchrun --nproc-per-node 2 -m serving.migration")
+    except ValueError as e:
+        parser.exit(1, f"error: {e}\n")
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.device_count() > 1 else "gloo")
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2))
     rank, messages = dist.get_rank(), queue.Queue()

@@ -26,7 +26,7 @@ from huggingface.chat_template import ChatTemplate
 from huggingface.tokenizer import TextStream, Tokenizer
 from paged_kv import SamplingParams
 from serving.async_engine import LogProb, Piece, Progress, Stream
-from serving.batch import Request
+from serving.batch import Request, parse_logit_bias
 
 FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
 MAX_LOGPROBS, MAX_STOP, MAX_PROMPTS, MAX_N = 20, 16, 128, 128
@@ -166,15 +166,8 @@ def _sampling_params(
         given["grammar"] = from_response_format(body.get("response_format", {"type": "text"}))
     except ValueError as e:
         raise APIError(400, str(e), "response_format") from None
-    if isinstance(bias := given.get("logit_bias"), dict):
-        try:
-            given["logit_bias"] = {int(token): value for token, value in bias.items()}
-        except ValueError:
-            raise APIError(400, "logit_bias must have token ids as keys", "logit_bias") from None
-        for token, value in bias.items():  # finite: what a grammar allows is never banned
-            if not isinstance(value, (int, float)) or not -100 <= value <= 100:
-                wanted = f"logit_bias of token {token} must be from -100 to 100, not {value!r}"
-                raise APIError(400, wanted, "logit_bias")
+    if "logit_bias" in given:
+        given["logit_bias"] = _logit_bias(given["logit_bias"])
     if isinstance(n := given.get("n"), int) and n > MAX_N:
         raise APIError(400, f"n must be at most {MAX_N}, not {n}", "n")
     stop = given.get("stop", ())
@@ -184,6 +177,18 @@ def _sampling_params(
         return SamplingParams(**given, max_new_tokens=max_tokens, logprobs=logprobs)
     except ValueError as e:
         raise invalid(e, chat) from None
+
+
+def _logit_bias(bias: Any) -> dict[int, float]:
+    try:
+        bias = parse_logit_bias(bias)
+    except ValueError as e:
+        raise APIError(400, str(e), "logit_bias") from None
+    for token, value in bias.items():  # finite: what a grammar allows is never banned
+        if type(value) not in (int, float) or not -100 <= value <= 100:
+            wanted = f"logit_bias of token {token} must be from -100 to 100, not {value!r}"
+            raise APIError(400, wanted, "logit_bias")
+    return bias
 
 
 def invalid(e: ValueError, chat: bool) -> APIError:

@@ -33,7 +33,7 @@ from generation.cpu import load_kernels
 from generation.cpu_decode import FusedLayers, add_adapters, install_
 from generation.kv_history import open_store
 from generation.load import (
-    is_quantized, load, load_draft, moe_layers, optimize_for_inference_, pick_device,
+    dummy_config, is_quantized, load, load_draft, moe_layers, optimize_for_inference_, pick_device,
 )  # fmt: skip
 from generation.prompt import prompt_text
 from generation.ranks import (
@@ -48,6 +48,7 @@ from serving.adapters import NAME, Adapter, AdapterPool
 from serving.disaggregated import Placement, Worker, placements, search
 from serving.lockstep import follow, on_rank0
 from serving.merging import Merging
+from serving.paged_drafting import enable_speculative_decoding
 from serving.policies import make_policy
 from serving.shared_models import ModelPool, ModulePerRow
 from serving.traces import FRESH, Arrival, generate
@@ -71,9 +72,7 @@ def engine_options(args: GenerateConfig, model: Transformer) -> dict[str, Any]:
 
         options.setdefault("static", all(map(has_static_shapes, moe_layers(model))))
         if args.compile and not options["static"]:
-            raise ValueError(
-                "--compile requires the GPU kernels of --experts grouped; remove --compile"
-            )
+            raise ValueError("--compile requires the GPU kernels of --experts grouped; remove it")
     sizes = options["block_size"], args.max_num_seqs, args.kv_cache_dtype
     draft_layers = draft_cache_layers(args, model.config)
     num_blocks = serving_batch.num_available_blocks(model, *sizes, draft_layers)
@@ -113,17 +112,16 @@ def draft_cache_layers(args: GenerateConfig, config: ModelConfig) -> float:
         raise ValueError(f"--draft-model {args.draft_model}: no such folder")
     c = CONFIGS[args.draft_model] if args.draft_model in CONFIGS else read_config(path)
     heads = max(1, c.n_kv_heads // (args.tp or 1))  # `config` has this rank's heads already
-    width = lambda c, heads: (
-        c.kv_lora_rank + c.qk_rope_head_dim if c.kv_lora_rank else 2 * heads * c.head_dim
-    )
+    latent = lambda c: c.kv_lora_rank + c.qk_rope_head_dim
+    width = lambda c, heads: latent(c) if c.kv_lora_rank else 2 * heads * c.head_dim
     return c.n_layers * width(c, heads) / width(config, config.n_kv_heads)
 
 
-def enable_speculative_decoding(args: GenerateConfig, engine: Any, tokenizer: Tokenizer) -> None:
+def add_drafter(args: GenerateConfig, engine: Any, tokenizer: Tokenizer) -> None:
     """--speculate, if given, for an Engine."""
     if args.speculate:
         load_fn = partial(load_draft, args, engine.model.embed.weight.device)
-        serving_batch.enable_speculative_decoding(args, engine, tokenizer, load_fn)
+        enable_speculative_decoding(args, engine, tokenizer, load_fn)
         if dist.is_initialized() and args.speculate_k == "auto":
             engine.speculate_k = Rank0Policy(engine.speculate_k)
 
@@ -145,7 +143,7 @@ def build_service(args: GenerateConfig) -> serving_batch.Service:
             service.tuner = finetune.start(args.finetune, service, args.checkpoint)
     for name, folder in args.adapters or ():
         register_adapter(service.engine.adapters, name, folder)
-    enable_speculative_decoding(args, service.engine, tokenizer)
+    add_drafter(args, service.engine, tokenizer)
     if args.serve and device.type == "cuda":  # on a CPU, compiling all shapes takes minutes
         service.engine.warm_up()
     return service
@@ -212,10 +210,8 @@ def check_fine_tune(args: GenerateConfig, name: str, folder: Path, tokenizer: To
     for field in fields(base):
         ours, theirs = (getattr(c, field.name) for c in (base, config))
         if ours != theirs:
-            raise ValueError(
-                f"{field.name} is {theirs}, but {ours} in {args.checkpoint}; --models are "
-                "fine-tunes of --checkpoint"
-            )
+            text = f"{field.name} is {theirs}, but {ours} in {args.checkpoint}"
+            raise ValueError(f"{text}; --models are fine-tunes of --checkpoint")
     tokens = lambda t: [*map(t.id_to_token, range(t.vocab_size))]
     if tokens(load_tokenizer(folder)) != tokens(tokenizer):
         raise ValueError(f"its tokenizer has other tokens than that of {args.checkpoint}")
@@ -236,6 +232,8 @@ def batch_files(args: GenerateConfig) -> tuple[Path, dict]:
     out = args.out or args.batch.with_suffix(".results.jsonl")
     if not out.parent.is_dir():
         raise ValueError(f"--out {out}: there is no folder {out.parent}")
+    if out.is_dir():
+        raise ValueError(f"--out {out}: a folder; give a file in it")
     if out.exists() and out.samefile(args.batch):
         raise ValueError(f"--out {out} is the requests file; use another")
     return out, serving_batch.read_results(out)
@@ -258,9 +256,8 @@ def batch(args: GenerateConfig) -> None:
             while service.engine.background is not None:
                 service.engine.step()
     except KeyboardInterrupt:
-        print(
-            f"interrupted; finished results are in {out}; to resume, run it again", file=sys.stderr
-        )
+        text = f"interrupted; finished results are in {out}; to resume, run it again"
+        print(text, file=sys.stderr)
         raise
     device = service.engine.model.embed.weight.device
     print(f"[{device_name(device, args.mesh)}] {line}", file=sys.stderr)
@@ -334,13 +331,12 @@ def load_engine(args: GenerateConfig, device: Any) -> Any:
     """The Engine of --bench-serving, of this rank's shard of the model."""
     model, tokenizer = run_on_all_or_raise(partial(load, args, device))
     engine = serving_batch.build_engine(model, **engine_options(args, model))
-    enable_speculative_decoding(args, engine, tokenizer)
+    add_drafter(args, engine, tokenizer)
     longest = args.shared_prefix + args.input_tokens[1] + args.output_tokens[1]
     if longest > engine.capacity:
-        raise ValueError(
-            f"--shared-prefix, input_tokens and output_tokens give up to {longest} tokens, but "
-            f"the context or the KV cache (--kv-blocks) holds {engine.capacity}"
-        )
+        text = f"--shared-prefix, input_tokens and output_tokens give up to {longest} tokens, but "
+        text += f"the context or the KV cache (--kv-blocks) holds {engine.capacity}"
+        raise ValueError(text)
     return engine
 
 
@@ -349,9 +345,8 @@ def candidate_placements(args: GenerateConfig, config: ModelConfig) -> list[Plac
     given, ranks = args.disaggregate, dist.get_world_size() if dist.is_initialized() else 1
     needed = max(2, ranks) if given == "auto" else given.workers[-1].stop
     if ranks != needed:
-        raise ValueError(
-            f"--disaggregate {given}: start it with torchrun --nproc-per-node {needed}, not {ranks}"
-        )
+        command = f"torchrun --nproc-per-node {needed}"
+        raise ValueError(f"--disaggregate {given}: start it with {command}, not {ranks}")
     tps = range(1, ranks + 1) if given == "auto" else {given.prefill_tp, given.decode_tp}
     missing = {t: missing_for_tp(args, config, t) for t in tps}
     if given == "auto":
@@ -378,8 +373,8 @@ def missing_for_tp(args: GenerateConfig, config: ModelConfig, tp: int) -> str:
 
 def goodput_table(args: GenerateConfig, device: Any, params: Any) -> str:
     """--disaggregate: goodput of colocated engines and of splits into prefill and decode."""
-    name = args.dummy or args.checkpoint / "config.json"
-    config = CONFIGS.get(name) or run_on_all_or_raise(partial(read_config, name))
+    read = partial(read_config, args.checkpoint / "config.json")
+    config = run_on_all_or_raise(partial(dummy_config, args.dummy) if args.dummy else read)
     seeds = count(params.seed)  # new prompts for each run: no prefix is cached
 
     def make_trace(rate: float) -> list[Arrival]:

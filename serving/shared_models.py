@@ -164,10 +164,10 @@ class ModelPool:
         return self.per_row[path]
 
     def bind(self, cache: Any, allocator: Any, max_rows: int, max_slots: int) -> None:
-        """Called by the Engine; nothing is kept in KV blocks."""
+        """Called by the Engine when it is made; nothing is kept in KV blocks."""
 
     def load(self, loads: Sequence[Any]) -> None:
-        """Called by the Engine; no blocks are to be filled."""
+        """Called by the Engine before a step that needs weights in blocks; none is needed here."""
 
     def get(self, name: str) -> SharedModel:
         """ValueError if there is none of that name."""

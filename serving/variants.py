@@ -17,12 +17,9 @@ that look at the queue do better, and each paper below is one such function of 1
     cocktail     smallest ensemble that reaches the accuracy floor; weighted votes, spot workers
     best-effort  Q-learning over (queue length, slack)
 
-A server is a latency table here (Variant); simulate() is a loop over arrivals, ends of batches and
-failures of workers, on one queue ordered by deadline. A query whose deadline no variant of its
-model can meet any more is dropped, as in Clockwork (OSDI 2020) and SHEPHERD: each query is served
-once or dropped once. The table in variants.json is measured by --calibrate (its fields say with
-which command and when): a query is a prompt of 64 tokens of held-out text, its answer is the next
-token; "last16" and "layers4" see the last 16 tokens and run the first 4 layers.
+They are compared by simulation (variant_simulator.py) on the latencies and accuracies of
+variants.json, which --calibrate measures: "last16" and "layers4" see the last 16 tokens of a prompt
+and run the first 4 layers.
 
 When they lose: at a low, even load every deadline is met by the most accurate variant, and no
 policy does better (second table printed). infaas is then less accurate by design. No policy meets
@@ -54,9 +51,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from serving import variant_server
 from serving.traces import arrival_times
-from serving.variant_server import Choice, Policy, Pool, Query, Result, Run, Variant, simulate
+from serving.variant_simulator import (
+    SIZES, Choice, Policy, Pool, Query, Result, Run, Variant, calibrate, simulate,
+)  # fmt: skip
+from training.flags import check_positive
 
 TABLE = Path(__file__).with_name("variants.json")
 LAMBDA = 3.03  # SHEPHERD's ratio of batch sizes: the best competitive ratio of its Flex
@@ -70,12 +69,8 @@ def batches(
     the accuracy floor of each query, unless no such batch is in time."""
     head, found = queue[0], []
     for v in pool.variants:
-        if (
-            v.model != head.model
-            or v.workers > len(pool.idle)
-            or floors
-            and v.accuracy < head.floor
-        ):
+        is_below = floors and v.accuracy < head.floor
+        if is_below or v.model != head.model or v.workers > len(pool.idle):
             continue
         mates = (q for q in queue if q.model == v.model and not (floors and v.accuracy < q.floor))
         batch = list(itertools.islice(mates, max(v.latency)))
@@ -93,8 +88,9 @@ def largest(choice: Choice) -> tuple[int, float]:
 
 
 def price(choice: Choice) -> float:
-    """What a batch costs."""
-    return choice.seconds * choice.variant.cost * choice.variant.workers
+    """What a batch costs, per query."""
+    cost = choice.seconds * choice.variant.cost * choice.variant.workers
+    return cost / len(choice.queries)
 
 
 def edf(queue: list[Query], now: float, pool: Pool) -> Choice:
@@ -114,7 +110,7 @@ def greedy(queue: list[Query], now: float, pool: Pool, margin: float = 0.0) -> C
 def infaas(queue: list[Query], now: float, pool: Pool) -> Choice:
     """The cheapest variant, per query, that meets the first query's deadline and accuracy floor.
     INFaaS (ATC 2021), selection of a model variant."""
-    return min(batches(queue, now, pool), key=lambda c: (price(c) / len(c.queries), c.seconds))
+    return min(batches(queue, now, pool), key=lambda c: (price(c), c.seconds))
 
 
 def infaas_workers(now: float, pool: Pool, window: float = 2.0, load: float = 0.5) -> int:
@@ -216,10 +212,9 @@ def cocktail(queue: list[Query], now: float, pool: Pool) -> Choice:
     model selection; weighted_vote() is its class-based weighted majority."""
     every = batches(queue, now, pool, floors=False)
     reach = [c for c in every if c.variant.accuracy >= queue[0].floor]
-    each = lambda c: price(c) / len(c.queries)
-    return (
-        min(reach, key=each) if reach else max(every, key=lambda c: (c.variant.accuracy, -each(c)))
-    )
+    if reach:
+        return min(reach, key=price)
+    return max(every, key=lambda c: (c.variant.accuracy, -price(c)))
 
 
 def ensembles(singles: Sequence[Variant], votes: Mapping[str, float]) -> list[Variant]:
@@ -230,10 +225,8 @@ def ensembles(singles: Sequence[Variant], votes: Mapping[str, float]) -> list[Va
         members = [known[name] for name in names.split("+")]
         less = ["+".join(m.name for m in members if m is not lost) for lost in members]
         latency = {n: max(m.latency[n] for m in members) for n in members[0].latency}
-        cost = statistics.fmean(m.cost for m in members)
-        known[names] = Variant(
-            names, votes[names], latency, cost, members[0].model, tuple(known[n] for n in less)
-        )
+        cost, degraded = statistics.fmean(m.cost for m in members), tuple(known[n] for n in less)
+        known[names] = Variant(names, votes[names], latency, cost, members[0].model, degraded)
     return [known[names] for names in votes]
 
 
@@ -352,9 +345,8 @@ class BestEffort:
 
 def batch_seconds(variant: Variant, n: int) -> float:
     """Seconds of a batch of n; of more than the largest, that of the largest."""
-    return variant.latency[
-        min((s for s in variant.latency if s >= n), default=max(variant.latency))
-    ]
+    sizes = variant.latency.keys()
+    return variant.latency[min((size for size in sizes if size >= n), default=max(sizes))]
 
 
 POLICIES: dict[str, Policy] = {
@@ -395,16 +387,19 @@ def read_table(path: Path) -> tuple[list[Variant], list[Variant], str]:
     what --calibrate writes."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
-        singles = [
-            Variant(v["name"], v["accuracy"], padded({int(b): s for b, s in v["latency"].items()}))
-            for v in table["variants"]
-        ]
-        origin = "{command}, {date}, {device}".format(**table)
-        return singles, ensembles(singles, table["votes"]), origin
+        singles = []
+        for v in table["variants"]:
+            latency = {int(b): s for b, s in v["latency"].items()}
+            if {*latency} != {*SIZES} or not all(0 < s < math.inf for s in latency.values()):
+                raise ValueError(f"{v['name']} has no latency for each batch size of {SIZES}")
+            singles.append(Variant(v["name"], v["accuracy"], padded(latency)))
+        teams = ensembles(singles, table["votes"])
+        if not singles or not all(0 <= v.accuracy <= 1 for v in singles + teams):
+            raise ValueError("it has no variants, or accuracies beyond 0 to 1")
+        return singles, teams, "{command}, {date}, {device}".format(**table)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
-        raise ValueError(
-            f"--table {path}: not a table of variants ({e!r}); make one with --calibrate"
-        ) from None
+        text = f"--table {path}: not a table of variants ({e!r}); make one with --calibrate"
+        raise ValueError(text) from None
 
 
 def compare(
@@ -436,20 +431,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     shipped = [TABLE.parents[1] / "checkpoints" / name for name in ("small", "draft", "moe")]
     parser.add_argument("--checkpoint", type=Path, nargs="+", default=shipped)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument(
-        "--slo-ms", type=float, help="default: 5 batches of 1, most accurate variant"
-    )
+    default_slo = "default: 5 batches of 1, most accurate variant"
+    parser.add_argument("--slo-ms", type=float, help=default_slo)
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     try:
+        check_positive(args, "workers", "requests", "slo_ms")
         if args.calibrate:
-            table = variant_server.calibrate(args.checkpoint)
+            if not args.table.parent.is_dir():
+                raise ValueError(f"--table {args.table}: there is no folder {args.table.parent}")
+            table = calibrate(args.checkpoint)
             args.table.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
             return print(f"{args.table}: {len(table['variants'])} variants")
-        for name in ("workers", "requests"):
-            if getattr(args, name) < 1:
-                raise ValueError(f"--{name} {getattr(args, name)}: give 1 or more")
         singles, teams, origin = read_table(args.table)
     except (OSError, ValueError) as e:
         parser.exit(1, f"error: {e}\n")

@@ -145,6 +145,14 @@ def check_limits(config: Settings) -> None:
             raise ValueError(f"{config.shown(name)} must be {limit}, not {value}")
 
 
+def check_positive(args: Any, *names: str) -> None:
+    """ValueError for a number of an argparse.Namespace that is given and not above 0."""
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: give a number above 0")
+
+
 def check_requires(config: Settings, table: Sequence[tuple[str, str]]) -> None:
     """table: (condition, conditions of which it needs one). ValueError if none is fulfilled; a
     field that is given counts, whatever its value."""

@@ -26,7 +26,8 @@ Lending (AQUA, arXiv:2407.21255). A preempted sequence's KV goes to free memory 
 
 Hook: a subclass of Replica for each, under the real Scheduler and BlockAllocator; Pools and
 RankAware are routers. Equivalence (test_all.py): timestamps of --pools 1:1 == those of two real
-Engines with export_request and import_request between them. Needs: serving/replica.py, policies.py.
+Engines with export_request and import_request between them. Needs: simulated_replica.py,
+policies.py.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from typing import Any, NamedTuple
 
 from paged_kv import Plan, SamplingParams, SwappedKV
 from serving.policies import Predictor
-from serving.replica import Part, Replica
+from serving.simulated_replica import Part, Replica
 from serving.traces import Arrival
 
 

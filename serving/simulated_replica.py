@@ -257,7 +257,7 @@ class Replica:
             seq.swapped_kv = None
         return copied
 
-    # ---- for subclasses (pools.py) ----
+    # ---- for subclasses (simulated_pools.py) ----
 
     def _copied(self, part: Part, n: int) -> float:
         """Tokens that host memory copies in the time in which n of a part are swapped."""

@@ -1,4 +1,4 @@
-"""A server of model variants as a latency table: its measurement, and the loop that simulates it.
+"""Simulated workers that serve variants of a model: a latency table, and the loop over events.
 
 A Variant is an accuracy and the seconds of a batch by its size; simulate() runs arrivals, ends of
 batches and failures of workers on one queue ordered by deadline, and asks a Policy
@@ -147,19 +147,18 @@ class Pool:
     def __init__(self, variants: Sequence[Variant], workers: int, startup: float):
         self.variants, self.limit, self.startup = list(variants), workers, startup
         self.idle: set[int] = set()
-        self.starting = 0
         self.runs: list[Run] = []
         self.arrivals: list[float] = []
         self.queue: list[Query] = []
         self.rented_since: dict[int, float] = {}
-        self.events: list[tuple[float, int, str, Any]] = []
+        self.events: list[tuple[float, int, Callable[[Any, float], None], Any]] = []
         self.count = itertools.count()
         self.result = Result()
         self.answers, self.accuracy_sum = 0, 0.0  # of all batches started and not requeued
 
-    def push(self, when: float, kind: str, item: Any) -> None:
-        """Add an event; simultaneous ones keep their order."""
-        heappush(self.events, (when, next(self.count), kind, item))
+    def push(self, when: float, handle: Callable[[Any, float], None], item: Any) -> None:
+        """Call handle(item, when) at a time; simultaneous events keep their order."""
+        heappush(self.events, (when, next(self.count), handle, item))
 
     def arrive(self, query: Query, now: float) -> None:
         """A query arrives."""
@@ -168,7 +167,6 @@ class Pool:
 
     def rent(self, worker: int, now: float) -> None:
         """A worker is ready."""
-        self.starting -= 1
         self.idle.add(worker)
 
     def begin(self, choice: Choice, now: float) -> None:
@@ -181,7 +179,7 @@ class Pool:
             self.queue.remove(query)
         self.runs.append(run := Run(choice, workers, now, variant))
         self._count(run, 1)
-        self.push(now + choice.seconds, "finish", run)
+        self.push(now + choice.seconds, self.finish, run)
 
     def _count(self, run: Run, sign: int) -> None:
         n = sign * len(run.choice.queries)
@@ -238,8 +236,7 @@ class Pool:
         """Rent a worker, the lowest number that is free; it is ready after `startup` seconds."""
         worker = next(w for w in itertools.count() if w not in self.rented_since)
         self.rented_since[worker] = now
-        self.starting += 1
-        self.push(now + (self.startup if startup is None else startup), "rent", worker)
+        self.push(now + (self.startup if startup is None else startup), self.rent, worker)
 
     def dispatch(self, policy: Policy, now: float) -> None:
         """Drop what is too late, then start batches until workers or queries run out."""
@@ -280,13 +277,13 @@ def simulate(
     for _ in range(workers):
         pool.add_worker(0.0, startup=0.0)
     for query in queries:
-        pool.push(query.arrival, "arrive", query)
+        pool.push(query.arrival, pool.arrive, query)
     for when, worker in kills:
-        pool.push(when, "kill", worker)
+        pool.push(when, pool.kill, worker)
     now, last = 0.0, max((q.deadline for q in queries), default=0.0)
     while pool.events and (pool.runs or pool.queue or pool.events[0][0] <= last):
-        now, _, kind, item = heappop(pool.events)
-        getattr(pool, kind)(item, now)
+        now, _, handle, item = heappop(pool.events)
+        handle(item, now)
         if not (pool.events and pool.events[0][0] == now):
             pool.dispatch(policy, now)
     for worker in [*pool.rented_since]:
@@ -363,30 +360,15 @@ def calibrate(folders: Sequence[Path], n: int = 1024, rounds: int = 20) -> dict[
         answer(name, data[:size])
         synchronize(device)
         seconds[name][size] = min(seconds[name][size], time.perf_counter() - start)
-    rows, votes = [], {}
+    rows, answers, truth = [], {}, data[:, -1]
     for name in forms:
         logits = torch.cat([answer(name, part).float() for part in data.split(64)])
-        loss = torch.nn.functional.cross_entropy(logits[1::2], data[1::2, -1]).item()
-        votes[name] = logits.argmax(-1)
-        accuracy = (votes[name] == data[:, -1])[1::2].float().mean().item()
+        loss = torch.nn.functional.cross_entropy(logits[1::2], truth[1::2]).item()
+        answers[name] = logits.argmax(-1)
+        accuracy = (answers[name] == truth)[1::2].float().mean().item()
         latency = {size: float(f"{s:.4g}") for size, s in seconds[name].items()}
-        rows.append(
-            {
-                "name": name,
-                "accuracy": round(accuracy, 4),
-                "loss": round(loss, 4),
-                "latency": latency,
-            }
-        )
-    teams = [
-        t for k in (2, 3, 4) for t in itertools.combinations([m for m in MEMBERS if m in forms], k)
-    ]
-    measured = {}
-    for team in teams:
-        ballots, truth = torch.stack([votes[m] for m in team]), data[:, -1]
-        weights = class_weights(ballots[:, ::2], truth[::2], forms[team[0]][0].config.vocab_size)
-        right = weighted_vote(ballots[:, 1::2], weights) == truth[1::2]
-        measured["+".join(team)] = round(right.float().mean().item(), 4)
+        row = {"name": name, "accuracy": round(accuracy, 4), "loss": round(loss, 4)}
+        rows.append(row | {"latency": latency})
     return {
         "command": "python -m serving.variants --calibrate",
         "date": str(date.today()),
@@ -396,8 +378,20 @@ def calibrate(folders: Sequence[Path], n: int = 1024, rounds: int = 20) -> dict[
         "prompt_tokens": PROMPT,
         "rounds": rounds,
         "variants": rows,
-        "votes": measured,
+        "votes": vote_accuracies(answers, truth, forms[folders[0].name][0].config.vocab_size),
     }
+
+
+def vote_accuracies(answers: Mapping[str, Tensor], truth: Tensor, V: int) -> dict[str, float]:
+    """{"a+b": accuracy of their weighted vote} of all teams of MEMBERS: weights are counted on the
+    even prompts, the accuracy on the odd ones."""
+    members, found = [m for m in MEMBERS if m in answers], {}
+    for team in itertools.chain(*(itertools.combinations(members, k) for k in (2, 3, 4))):
+        votes = torch.stack([answers[m] for m in team])
+        weights = class_weights(votes[:, ::2], truth[::2], V)
+        right = weighted_vote(votes[:, 1::2], weights) == truth[1::2]
+        found["+".join(team)] = round(right.float().mean().item(), 4)
+    return found
 
 
 def class_weights(votes: Tensor, truth: Tensor, classes: int) -> Tensor:
