@@ -162,6 +162,7 @@ from parallelism.dist_env import has_fast_bf16
 from training import callbacks as CB
 from training import draft_head as DH
 from generation import cascade as CASCADE
+from generation import decoder_parts as PARTS
 from generation import draft_length as DK
 from generation import drafting as D
 from generation import early_exit as EE
@@ -11445,7 +11446,7 @@ REFUSED["early_exit: keys that depend on the length of a call"] = (
 
 def budgeted(model, policy: str, budget: float, rows: int, max_len: int):
     args = SimpleNamespace(kv_policy=policy, kv_budget=budget)
-    return G.budgeted_cache(args, model, rows, max_len, None)
+    return PARTS.budgeted_cache(args, model, rows, max_len, None)
 
 
 class MaskedAttention:
@@ -34194,7 +34195,7 @@ def generate_rank(env) -> None:
     if env.rank:
         DK.Goodput.choose = lambda self, rows: [rng.randrange(4) for _ in rows]
         DK.TreeGoodput.choose_tree = lambda self, rows: E.Tree.chain(rng.randrange(3))
-    load, make_cache, safe_open = G.load, G.KVCache, HF.safe_open
+    load, make_cache, safe_open = G.load, PARTS.KVCache, HF.safe_open
 
     def count(tensor):
         counts["read"] = counts.get("read", 0) + tensor.nbytes
@@ -34222,7 +34223,7 @@ def generate_rank(env) -> None:
         return cache
 
     G.load = SRUN.load = counted_load
-    G.KVCache = counted_cache
+    PARTS.KVCache = counted_cache
     HF.safe_open = counted_open
 
 

@@ -61,3 +61,21 @@ def prompt_ids(
     if not ids:
         raise ValueError("the prompt has no tokens; give some text")
     return ids
+
+
+def fit_to_context(args: GenerateConfig, n_prompt: int, context: int) -> int:
+    """--max-new-tokens, lowered with a message to what the model's context leaves. ValueError if
+    that is nothing."""
+    if n_prompt >= context:
+        raise ValueError(
+            f"the prompt has {n_prompt} tokens, but the model's context (max_position_embeddings "
+            f"in config.json) is {context}; shorten it"
+        )
+    max_new = min(args.max_new_tokens, context - n_prompt)
+    if max_new < args.max_new_tokens:
+        print(
+            f"generate.py: --max-new-tokens {args.max_new_tokens} lowered to {max_new} to fit the "
+            f"model's context of {context}",
+            file=sys.stderr,
+        )
+    return max_new
