@@ -54,6 +54,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -79,8 +80,9 @@ from generation.bench import speedup, summarize, summary_line, time_steps, weigh
 from generation.chat import Chat, chat_loop
 from generation.config import CHAT_CONTEXT, DTYPES, GenerateConfig, parse_args
 from generation.decoder_parts import AttendFactory, RunAhead, attention_and_cache, budgeted_cache
-from generation.decoder_parts import can_run_ahead, pick_attention, reserve_lookahead_
-from generation.decoder_parts import sampling_params, sdpa, set_speculator_, shard_kv_cache_
+from generation.decoder_parts import can_run_ahead, check_logprobs, pick_attention
+from generation.decoder_parts import reserve_lookahead_, sampling_params, sdpa, set_speculator_
+from generation.decoder_parts import shard_kv_cache_
 from generation.load import is_quantized, load, moe_layers, open_gguf, optimize_for_inference_
 from generation.load import pick_device
 from generation.perplexity import perplexity, read_text
@@ -483,6 +485,7 @@ def score_file(args: GenerateConfig) -> None:
     text = read_text(args.perplexity)
     device = run_on_all_or_raise(partial(pick_device, args.device))
     model, tokenizer = run_on_all_or_raise(partial(load, args, device))
+    check_logprobs(args, model.config.vocab_size)
     attention = pick_attention(args.attention, args.fixed_max)
     new_cache = lambda max_len: budgeted_cache(args, model, 1, max_len, None)
 
@@ -550,17 +553,13 @@ def run(args: GenerateConfig) -> None:
     with process_group(args), open_gguf(args):
         if args.interactive:
             interactive_chat(args)
-        elif args.perplexity:
+        elif args.perplexity is not None:
             score_file(args)
-        elif args.save:
+        elif args.save is not None:
             save_quantized(args)
         elif args.quantize_report:
             quantize_report(args)
-        elif args.choices is not None:
-            from generation import evaluate
-
-            evaluate.run(args)
-        elif args.batch or args.serve or args.program or args.bench_serving:
+        elif any(map(args.is_on, ("choices", "batch", "serve", "program", "bench_serving"))):
             run_engine(args)
         else:
             generate(args)
@@ -568,13 +567,16 @@ def run(args: GenerateConfig) -> None:
 
 def run_engine(args: GenerateConfig) -> None:
     """The modes of the continuous-batching engine."""
-    from serving import run as engine  # here: tqdm and the Engine take 0.1 s
+    from generation import evaluate  # here: tqdm and the Engine take 0.1 s
+    from serving import run as engine
 
-    if args.batch:
+    if args.choices is not None:
+        evaluate.run(args)
+    elif args.batch is not None:
         engine.batch(args)
-    elif args.serve:
+    elif args.serve is not None:
         engine.serve(args)
-    elif args.program:
+    elif args.program is not None:
         engine.program(args)
     else:
         engine.bench_serving(args)
@@ -606,8 +608,8 @@ def run_cli(argv: list[str]) -> int:
         print(f"generate.py: error: {e}", file=sys.stderr)
         return 2
     except (MemoryError, RuntimeError) as e:
-        if isinstance(e, RuntimeError) and "memory" not in str(e):
-            raise
+        if isinstance(e, RuntimeError) and not re.search("memory|overflow", str(e)):
+            raise  # a bug; overflow: of a tensor's size
         detail = (str(e) or "allocation failed").splitlines()[0]
         print(f"generate.py: error: out of memory ({detail})", file=sys.stderr)
         return 2

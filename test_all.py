@@ -32923,6 +32923,12 @@ def test_generate_numeric_flags_refuse_bad_numbers(monkeypatch):
 BAD_GENERATE = f"""
 ''                                          | prompt is empty
 -                                           | prompt is empty
+--program=                                  | --program no such file
+--serve=                                    | --serve [HOST:]PORT
+--dummy= --prompt-tokens 4                  | --dummy config.json
+x --speculate draft --draft-model=          | --draft-model config.json
+x --n 9223372036854775808                   | --n less than 2**63
+x --n 4611686018427387904                   | out of memory
 x --min-p 1.5                               | --min-p 1.5
 --program nowhere.py                        | --program nowhere.py: no such file
 --program {REPO}/generation/program_examples.py:x | program_examples.py:x: it has no `async def x
@@ -32956,7 +32962,10 @@ x --chat                                    | --chat no chat template
 x --device cuda:9                           | --device cuda:9
 x --device warp                             | --device warp
 x --device meta                             | --device meta
+x --device mps                              | --device mps
 --prompt-tokens 512                         | 512 tokens context max_position_embeddings
+--prompt-tokens 9223372036854775807         | 9223372036854775807 tokens context
+--perplexity pytest.ini --logprobs 4097 --json | --logprobs 4096 4097
 --batch /nowhere                            | --batch /nowhere
 --batch /                                   | --batch
 x --out f                                   | --out --batch
@@ -32999,7 +33008,7 @@ x --models a=b                              | --models requires --batch --serve
 --batch f --models a                        | --models NAME=DIR 'a'
 x --cascade-threshold 0.5                   | --cascade-threshold requires --cascade
 x --cascade /dev/null/x --cascade-threshold 0 | --cascade /dev/null/x folder
-x --cascade checkpoints/draft               | --cascade checkpoints/draft requires --cascade-threshold
+x --cascade {DRAFT}                         | --cascade requires --cascade-threshold
 x --cascade f --cascade-threshold 1.5       | --cascade-threshold 0 1 1.5
 x --cascade README.md                       | README.md damaged
 x --early-exit 2:3                          | --early-exit 2:3 must not rise
@@ -33036,6 +33045,7 @@ def test_generate_refuses_bad_flags(flags, words):
     done = run_generate(*("" if word == "''" else word for word in flags.split()))
     *usage, last = done.err.splitlines()
     assert done.code == 2 and last.startswith("generate.py: error: "), done.err
+    assert len(last) < 350, "a line that nobody reads"
     assert not usage or usage[0].startswith("usage: "), done.err  # argparse's own
     assert all(word in last for word in words.split()), last
 
@@ -33067,7 +33077,8 @@ GENERATE_EXCLUDES = """
 --kv-store f --batch f | --set=prefix_cache=false --models=a=f
 --models a=f --batch f | --adapters=b=f --tp=2 --compile --finetune=f --quantize=int8 --dummy=small
 --early-exit 6:3 | --interactive --compile --speculate=ngram --regex=a --tp=2 --batch=f --serve
---kv-budget 0.5  | --batch=f --serve --bench-serving --attention=flash --compile --speculate=ngram --tp=2
+--kv-budget 0.5  | --batch=f --serve --bench-serving --attention=flash --compile --tp=2
+--kv-budget 0.5  | --speculate=ngram
 """
 
 

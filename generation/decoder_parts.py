@@ -40,14 +40,19 @@ def pick_attention(name: str, fixed_max: float | None = None) -> AttendFactory:
     return lambda cache, limit: as_attend(cache, limit=limit, fixed_max=fixed_max)
 
 
-def sampling_params(
-    args: GenerateConfig, tokenizer: Tokenizer, vocab_size: int, eos: Sequence[int]
-) -> SamplingParams:
-    """The SamplingParams of the flags, with the grammar compiled. ValueError names the flag."""
+def check_logprobs(args: GenerateConfig, vocab_size: int) -> None:
+    """ValueError if --logprobs asks for more tokens than there are."""
     if args.logprobs is not None and args.logprobs > vocab_size:
         raise ValueError(
             f"--logprobs must be at most the vocabulary size {vocab_size}, not {args.logprobs}"
         )
+
+
+def sampling_params(
+    args: GenerateConfig, tokenizer: Tokenizer, vocab_size: int, eos: Sequence[int]
+) -> SamplingParams:
+    """The SamplingParams of the flags, with the grammar compiled. ValueError names the flag."""
+    check_logprobs(args, vocab_size)
     if args.grammar is None:
         return args.sampling_params
     from generation.structured import Vocabulary

@@ -615,8 +615,9 @@ def build_drafter(
             raise ValueError("--speculate head with --dummy requires --draft-model DIR")
         head = load_draft_head(args.draft_model or str(args.checkpoint), model)
         return HeadDrafter(head, model.embed, model.head, sample_draft)
-    shipped = _shipped_draft_model(args.checkpoint) if args.dummy is None else None
-    name = args.draft_model or shipped
+    name = args.draft_model
+    if name is None and args.dummy is None:
+        name = _shipped_draft_model(args.checkpoint)
     if name is None:
         raise ValueError(
             f"--speculate {kind} requires --draft-model DIR, a smaller model with the same "

@@ -52,7 +52,8 @@ def pick_device(name: str | None) -> torch.device:
         device = torch.device(name)
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as e:
-        raise ValueError(f"--device {name} is not available ({str(e).splitlines()[0]})") from None
+        why = str(e).splitlines()[0].partition(". ")[0]  # of one without kernels, all others follow
+        raise ValueError(f"--device {name} is not available ({why})") from None
     if device.type == "cuda":
         torch.cuda.set_device(device)  # graphs are captured on the current device
     return device
@@ -186,7 +187,7 @@ def dummy_model(
 ) -> Transformer:
     """A model with random weights, of a named config or a config.json. prepare(model), if given,
     shards it on the meta device; this rank then gets its shards of the same weights."""
-    if name not in CONFIGS and not Path(name).exists():
+    if name not in CONFIGS and not Path(name).is_file():
         raise ValueError(f"--dummy {name}: neither a config.json nor one of {', '.join(CONFIGS)}")
     config = CONFIGS[name] if name in CONFIGS else read_config(name)
     with torch.device("meta"):
