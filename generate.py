@@ -119,9 +119,9 @@ def prefill_chunks(
 ) -> Iterator[tuple[int, Tensor]]:
     """Prefill tokens (1, T) from position `start` on into the cache, chunk by chunk: yields (the
     chunk's first index in tokens, its hidden states (1, t, C))."""
-    T, scaling = tokens.shape[1], model.config.rope_scaling or {}
-    if chunk is None:  # dynamic NTK scales by the length of the forward call: one chunk
-        chunk = T if scaling.get("rope_type") == "dynamic" else PREFILL_CHUNK
+    T = tokens.shape[1]
+    if chunk is None:
+        chunk = T if model.config.has_dynamic_rope else PREFILL_CHUNK
     for first in range(0, T, chunk):
         last = min(T, first + chunk)
         positions = torch.arange(start + first, start + last, device=tokens.device)

@@ -348,7 +348,7 @@ def fit_maps(model: Transformer, depths: Sequence[int], rows: Tensor) -> list[nn
 def build_early_exit(args: GenerateConfig, decoder: Any, tokenizer: Tokenizer) -> ExitSteps:
     """The runner of --early-exit for a Decoder. ValueError names the flag."""
     model, L = decoder.model, decoder.model.config.n_layers
-    if (model.config.rope_scaling or {}).get("rope_type") == "dynamic":
+    if model.config.has_dynamic_rope:
         raise ValueError(
             "--early-exit cannot be combined with rope_scaling 'dynamic': its frequencies depend "
             "on the length of a forward call; remove --early-exit"
