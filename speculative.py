@@ -491,10 +491,11 @@ class Drafter:
         raise NotImplementedError
 
     def observe(self, row: Row, start: int, hidden: Tensor) -> None:
-        """Receive the target's final hidden states (t, C) of a row's positions from `start` on."""
+        """Called after each forward of the target with its final hidden states (t, C) of a row's
+        positions from `start` on."""
 
     def forget(self, row: Row) -> None:
-        """Drop the state of a row that has ended."""
+        """Called when a row has ended: drop its state."""
 
     def _chain(
         self,

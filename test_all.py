@@ -9650,7 +9650,8 @@ for ids, output in zip(prompts, engine.generate(prompts, params), strict=True):
         ids = [*ids, int(target(torch.tensor([ids]))[0, -1].argmax())]
     assert output.token_ids == ids[-8:], (output, ids)
 """  # greedy decoding's text
-ALONE = [  # files, a check or a script, "" for the program, whether Triton is there, regex of the output
+# files, a check or a script ("": the program), whether Triton is there, regex of the output
+ALONE = [
     ("quantize", "check('cpu')", "installed", ""),
     ("attention", "", "missing", ERROR_AND_TIMES),
     ("paged_kv+model", ENGINE, "installed", ""),
@@ -9829,6 +9830,24 @@ def test_files_that_are_not_programs_name_the_one_to_run(name):
         return
     done = run(FILES[name], cwd="/")
     assert done.returncode == 1 and "run: " in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "command, words",
+    [
+        ("generation/plot_decode.py /dev/null/x.svg", "/dev/null/x.svg"),
+        ("generation/compare_llamacpp.py --python x --folder . --rounds 0", "--rounds 1 or more"),
+        ("generation/compare_llamacpp.py --python x --folder /dev/null", "--folder a folder"),
+        ("generation/compare_llamacpp.py --python /dev/null/x --folder .", "/dev/null/x"),
+        pytest.param("-m generation.early_exit nowhere", "nowhere", marks=pytest.mark.slow),
+    ],
+)
+def test_files_name_bad_arguments(command, words):
+    """A mistake in the arguments of a small program: its last line names it, without a
+    traceback."""
+    done = run(*command.split())
+    assert done.returncode != 0 and "Traceback" not in done.stderr
+    assert all(word in done.stderr.splitlines()[-1] for word in words.split()), done.stderr
 
 
 @pytest.mark.parametrize("program, drawer", [("generate", "serving"), ("train", "training")])
@@ -11211,7 +11230,7 @@ class FixedThresholds(EE.ExitThresholds):
         return True
 
     def tune(self) -> None:
-        pass
+        """The thresholds stay."""
 
 
 @pytest.mark.parametrize("form", EXIT_FORMS)
