@@ -334,14 +334,13 @@ def complete(args: GenerateConfig, text: str, gate: Any = None) -> bool:
     """Continue `text`, streamed, and print a summary. With a cascade.Gate, only if the context
     holds the prompt and the gate keeps the answer. Returns whether it was printed."""
     begin = time.perf_counter()
-    device = run_on_all_or_raise(partial(pick_device, args.device))
-    model, tokenizer = run_on_all_or_raise(partial(load, args, device))
+    device, model, tokenizer = load_model(args)
     ids = prompt_ids(args, text, tokenizer, model.config)
     if gate is not None and len(ids) >= model.config.context:
         return False
     args.max_new_tokens = fit_to_context(args, len(ids), model.config.context)
-    no_eos = args.ignore_eos or args.bench or args.dummy
-    eos = () if no_eos else eos_ids(args.checkpoint, model.config.eos_ids)
+    has_eos = not (args.ignore_eos or args.bench or args.dummy)
+    eos = eos_ids(args.checkpoint, model.config.eos_ids) if has_eos else ()
     decoder = build_decoder(args, model, tokenizer, len(ids) + args.max_new_tokens, eos)
     history = build_history(args, decoder)
     cached = 0 if history is None else history.find(ids)
@@ -382,6 +381,12 @@ def complete(args: GenerateConfig, text: str, gate: Any = None) -> bool:
     report(args, text, rows, summary, streamed)
     print(summary_line(summary, device_name(device, args.mesh, args.cp)), file=sys.stderr)
     return True
+
+
+def load_model(args: GenerateConfig) -> tuple[torch.device, Transformer, Tokenizer]:
+    """The device, the model on it, or this rank's shard, and the tokenizer."""
+    device = run_on_all_or_raise(partial(pick_device, args.device))
+    return device, *run_on_all_or_raise(partial(load, args, device))
 
 
 def open_energy_counter(device: torch.device) -> Callable[[], float] | None:
@@ -462,8 +467,7 @@ def report(
 
 def interactive_chat(args: GenerateConfig) -> None:
     """--interactive: one reply per input line. Ctrl-C stops the reply, not the program."""
-    device = pick_device(args.device)
-    model, tokenizer = load(args, device)
+    _, model, tokenizer = load_model(args)
     template = load_chat_template(args.checkpoint)
     if template is None and args.system_prompt is not None:
         raise ValueError(f"--system-prompt: {args.checkpoint} has no chat template")
@@ -483,8 +487,7 @@ def interactive_chat(args: GenerateConfig) -> None:
 def score_file(args: GenerateConfig) -> None:
     """--perplexity: perplexity, nats per token and bits per byte of a text."""
     text = read_text(args.perplexity)
-    device = run_on_all_or_raise(partial(pick_device, args.device))
-    model, tokenizer = run_on_all_or_raise(partial(load, args, device))
+    _, model, tokenizer = load_model(args)
     check_logprobs(args, model.config.vocab_size)
     attention = pick_attention(args.attention, args.fixed_max)
     new_cache = lambda max_len: budgeted_cache(args, model, 1, max_len, None)

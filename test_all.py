@@ -33435,6 +33435,19 @@ def generate_process(*argv, **pipes) -> subprocess.Popen:
     )
 
 
+def test_generate_prints_the_texts_that_it_does_not_stream():
+    """--n: prompt and text below a line with their number; --bench: none; random prompts: the text
+    alone."""
+    flags, rule = "--temperature 0 --max-new-tokens 3", "=" * 20
+    streamed = generated(flags, "x = ")["out"]
+    assert streamed.startswith("x = ") and len(streamed) > 5
+    both = "".join(f"{rule} {i} of 2 {rule}\n{streamed}" for i in (1, 2))
+    assert generated(f"{flags} --n 2", "x = ")["out"] == both
+    assert generated(f"{flags} --bench 1", "x = ")["out"] == ""
+    alone = generated(f"{flags} --prompt-tokens 4 --json")["text"]
+    assert generated(f"{flags} --prompt-tokens 4")["out"] == alone + "\n"
+
+
 @pytest.mark.slow
 def test_generate_as_a_process():
     """Text on stdout, the first of it within 5 s, one line of statistics on stderr; a prompt from a

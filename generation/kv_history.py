@@ -87,8 +87,8 @@ class History:
         while True:
             try:
                 return self.plain_prefill(model, tokens, cache, start, gated, **kwargs)
-            except BaseException as e:
-                self.decoder.num_cached = self.before  # it may be interrupted
+            except BaseException as e:  # also Ctrl-C: what is in the cache must then be known
+                self.decoder.num_cached = self.before
                 if not self.store.recover(e):
                     raise
             start = self.find(self.ids, self.before)
