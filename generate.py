@@ -18,13 +18,11 @@
     python generate.py --program FILE.py                     calls whose outputs fill other prompts
     python generate.py --offload cpu ...                     layers in host memory, or in files
     python generate.py --kv-store FOLDER --interactive       KV of earlier runs; the chat goes on
-    torchrun --nproc-per-node 4 generate.py --tp 4 ...       tensor parallelism over 4 ranks
-    torchrun --nproc-per-node 4 -- generate.py --pp 4 --n 8  pipeline parallelism over 4 ranks
-    torchrun --nproc-per-node 4 generate.py --ep ...         expert parallelism over 4 ranks
-    torchrun --nproc-per-node 4 generate.py --cp 4 ...       a KV cache sharded over 4 ranks
+    torchrun --nproc-per-node 4 -- generate.py --tp 4 ...    tensor parallelism over 4 ranks; also
+                                                             --pp 4, --ep, --cp 4 (KV cache)
 
 Generation has two phases, one function each. `prefill` runs the prompt through the model in chunks:
-large matmuls, compute bound. A decode step runs one token: every weight is read and used once, so
+large matmuls, compute bound. `Decoder.next` runs one token: every weight is read and used once, so
 the step is memory bound and takes at least (weights + KV cache) / bandwidth. After each run one
 line on stderr reports the achieved bandwidth beside the one measured on the device, with --bench
 also the speed beside that bound.
@@ -56,11 +54,11 @@ import importlib.util
 import json
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,22 +75,24 @@ for folder in "huggingface generation serving quantization training parallelism"
     if spec.submodule_search_locations[0] != str(ROOT / folder):
         sys.exit(f"generate.py: error: {spec.origin} shadows {folder}/; uninstall that package")
 
-from generation.bench import RunTimings, device_name, measure_bandwidth, predicts, speedup
-from generation.bench import summarize, summary_line, time_steps, weight_bytes
+from generation.bench import RunTimings, benchmark, device_name, measure_bandwidth, predicts
+from generation.bench import speedup, summarize, summary_line, time_steps, weight_bytes
 from generation.chat import Chat, chat_loop
 from generation.config import CHAT_CONTEXT, DTYPES, GenerateConfig, parse_args
-from generation.early_exit import build_early_exit
-from generation.kv_select import build_cache
-from generation.load import is_quantized, load, load_draft, moe_layers, open_gguf
-from generation.load import optimize_for_inference_, pick_device
+from generation.decoder_parts import AttendFactory, RunAhead, attention_and_cache, budgeted_cache
+from generation.decoder_parts import can_run_ahead, check_logprobs, pick_attention
+from generation.decoder_parts import reserve_lookahead_, sampling_params, sdpa, set_speculator_
+from generation.decoder_parts import shard_kv_cache_
+from generation.load import is_quantized, load, moe_layers, open_gguf, optimize_for_inference_
+from generation.load import pick_device
 from generation.perplexity import perplexity, read_text
-from generation.prompt import prompt_ids, prompt_text
-from generation.ranks import Rank0Policy, process_group, rank0_then_broadcast, run_on_all_or_raise
+from generation.prompt import fit_to_context, prompt_ids, prompt_text
+from generation.ranks import process_group, rank0_then_broadcast, run_on_all_or_raise
 from generation.sampling import Sampler, logprobs_of
 from huggingface.chat_template import load_chat_template
 from huggingface.tokenizer import Continuation, StopStrings, TextStream, Tokenizer
 from huggingface.tokenizer import eos_ids, logprob_entry
-from model import Attend, KVCache, Transformer
+from model import KVCache, Transformer
 from paged_kv import CUDAGraphRunner, SamplingParams
 
 IMPORT_SECONDS = time.perf_counter() - START
@@ -108,13 +108,6 @@ NOT_FINITE = (
 # Prefill and decode
 # --------------------------------------------------------------------------------------------------
 
-AttendFactory = Callable[[KVCache, int | None], Attend]  # (cache, limit of slots to read) -> attend
-
-
-def sdpa(cache: KVCache, limit: int | None) -> Attend:
-    """An attend function: torch's scaled_dot_product_attention over the first `limit` slots."""
-    return partial(cache.attend, limit=limit)
-
 
 def prefill_chunks(
     model: Transformer,
@@ -122,14 +115,13 @@ def prefill_chunks(
     cache: KVCache,
     start: int = 0,
     attention: AttendFactory = sdpa,
-    chunk: int = PREFILL_CHUNK,
+    chunk: int | None = None,
 ) -> Iterator[tuple[int, Tensor]]:
     """Prefill tokens (1, T) from position `start` on into the cache, chunk by chunk: yields (the
     chunk's first index in tokens, its hidden states (1, t, C))."""
     T = tokens.shape[1]
-    scaling = model.config.rope_scaling or {}
-    # dynamic NTK scales by the length of the forward call, so chunks would change the result
-    chunk = T if scaling.get("rope_type") == "dynamic" and chunk > 1 else chunk
+    if chunk is None:
+        chunk = T if model.config.has_dynamic_rope else PREFILL_CHUNK
     for first in range(0, T, chunk):
         last = min(T, first + chunk)
         positions = torch.arange(start + first, start + last, device=tokens.device)
@@ -153,42 +145,6 @@ def prefill(
     return model.head(last)
 
 
-class RunAhead:
-    """A compiled step on a GPU, launched before the tokens of the step before it are read, so that
-    the GPU does not wait for the host. A step too many at the end writes a cache slot that nothing
-    reads."""
-
-    def __init__(self, step: Callable[[], Any], token: Tensor):
-        """token: where step leaves its tokens, the input of the next."""
-        self.step, self.token, self.launched, self.read = step, token, 0, 0
-        options = dict(device="cpu", pin_memory=token.is_cuda)
-        self.copies = [torch.empty_like(token, **options) for _ in range(2)]
-        self.events = [torch.cuda.Event() for _ in range(2)] if token.is_cuda else []
-
-    def launch(self) -> None:
-        """Run a step on the GPU and copy its tokens to the host."""
-        self.step()
-        i, self.launched = self.launched % 2, self.launched + 1
-        self.copies[i].copy_(self.token, non_blocking=True)
-        if self.events:
-            self.events[i].record()
-
-    def next(self, has_slot: bool) -> list[list[int]]:
-        """The tokens of the next step. has_slot: the cache has room for one step more."""
-        if self.launched == self.read:
-            self.launch()
-        if has_slot:
-            self.launch()
-        i, self.read = self.read % 2, self.read + 1
-        if self.events:
-            self.events[i].synchronize()
-        return self.copies[i].tolist()
-
-    def reset(self) -> None:
-        """Forget steps whose tokens were not read."""
-        self.read = self.launched
-
-
 class Decoder:
     """B continuations of one prompt in lockstep: KV cache, sampler and decode step.
 
@@ -208,20 +164,16 @@ class Decoder:
         compiled: bool = False,
         keep_logits: bool = False,
         attention: AttendFactory = sdpa,
-        cached_rows: int | None = None,
-        rollback: int | None = None,
         cache: Any = None,
     ):
-        """max_len: cache slots per row. cached_rows: rows cached here, if `attention` shards the
-        batch. rollback: see KVCache. keep_logits: store each step's logits in `last_step`. cache:
-        used in place of a KVCache."""
+        """max_len: cache slots per row. keep_logits: store each step's logits in `last_step`.
+        cache: that of `attention`, by default a KVCache."""
         first = next(model.parameters())
         device, dtype = first.device, first.dtype
         V = model.config.vocab_size
         self.model, self.batch, self.compiled, self.num_cached = model, batch, compiled, 0
         self.attention = attention
-        rows = cached_rows or batch
-        self.cache = cache or KVCache(model.config, rows, max_len, dtype, device, rollback)
+        self.cache = cache or KVCache(model.config, batch, max_len, dtype, device)
         self.sampler = Sampler(params, batch, V, device, [e for e in eos if e < V])
         self.token = torch.zeros(batch, 1, dtype=torch.long, device=device)
         self.position = torch.zeros(1, dtype=torch.long, device=device)
@@ -231,7 +183,7 @@ class Decoder:
         # a drafting.Speculator or an early_exit.ExitSteps, which then runs the steps
         self.speculator: Any = None
         self.broadcast: Callable[[Tensor], Any] | None = None  # from rank 0, with --ep
-        self.max_len, self.ahead = max_len, None  # a RunAhead of `run`
+        self.ahead: RunAhead | None = None  # of `run`
         self.prefill = prefill
         self.run = self._compile() if compiled else lambda: self._step(self.num_cached + 1)
 
@@ -258,7 +210,7 @@ class Decoder:
         if self.speculator is not None:
             return self.check_finite(self.speculator.next())
         if self.ahead is not None:
-            tokens = self.ahead.next(self.num_cached + 1 < self.max_len)
+            tokens = self.ahead.next(self.num_cached + 1 < self.cache.max_len)
         else:
             self.run()
             tokens = self._tokens()
@@ -366,8 +318,9 @@ def run_rows(
 
 def generate(args: GenerateConfig) -> None:
     """Continue a prompt, and print a summary. With --cascade the small model does if it can."""
-    read_prompt = partial(prompt_text, args)
-    text = "" if args.prompt_tokens is not None else rank0_then_broadcast(read_prompt)
+    text = ""
+    if args.prompt_tokens is None:
+        text = rank0_then_broadcast(partial(prompt_text, args))
     if args.cascade is not None:
         from generation import cascade
 
@@ -381,62 +334,59 @@ def complete(args: GenerateConfig, text: str, gate: Any = None) -> bool:
     """Continue `text`, streamed, and print a summary. With a cascade.Gate, only if the context
     holds the prompt and the gate keeps the answer. Returns whether it was printed."""
     begin = time.perf_counter()
-    device = run_on_all_or_raise(partial(pick_device, args.device))
-    model, tokenizer = run_on_all_or_raise(partial(load, args, device))
+    device, model, tokenizer = load_model(args)
     ids = prompt_ids(args, text, tokenizer, model.config)
     if gate is not None and len(ids) >= model.config.context:
         return False
-    args.max_new_tokens = max_new = fit_to_context(args, len(ids), model.config.context)
-    no_eos = args.ignore_eos or args.bench or args.dummy
-    eos = () if no_eos else eos_ids(args.checkpoint, model.config.eos_ids)
-    decoder = build_decoder(args, model, tokenizer, len(ids) + max_new, eos)
+    args.max_new_tokens = fit_to_context(args, len(ids), model.config.context)
+    has_eos = not (args.ignore_eos or args.bench or args.dummy)
+    eos = eos_ids(args.checkpoint, model.config.eos_ids) if has_eos else ()
+    decoder = build_decoder(args, model, tokenizer, len(ids) + args.max_new_tokens, eos)
     history = build_history(args, decoder)
+    cached = 0 if history is None else history.find(ids)
     load_seconds = IMPORT_SECONDS + time.perf_counter() - begin
-    energy = open_energy_counter(device) if args.energy else None
-    quiet = args.json or args.bench or gate is not None
-    # with --n, texts cannot be streamed
-    show = partial(print, end="", flush=True) if not quiet and args.n == 1 else lambda text: None
+
     continues = args.prompt_tokens is None and not args.chat  # the text continues the prompt's
-    if continues:
-        show(text)
+    text = text if continues else ""
+    streamed = args.n == 1 and not (args.json or args.bench or gate is not None)
+    show = partial(print, end="", flush=True) if streamed else lambda text: None
+    energy = open_energy_counter(device) if args.energy else None
+    rows: list[Continuation] = []
 
     def run() -> RunTimings:
-        nonlocal rows
-        rows = new_rows(args, tokenizer, ids if continues else (), eos, show)
-        steps = run_rows(decoder, ids, rows, max_new, args.logprobs, cached)
+        stream = lambda: TextStream(tokenizer, ids if continues else (), args.grammar is not None)
+        new = lambda: Continuation(tokenizer, stream(), StopStrings(args.stop), eos, show)
+        rows[:] = [new() for _ in range(args.n)]
+        steps = run_rows(decoder, ids, rows, args.max_new_tokens, args.logprobs, cached)
         return time_steps(steps, decoder, rows, energy)
 
-    rows, runs, baseline, speculator = [], [], [], decoder.speculator
-    cached = 0 if history is None else history.find(ids)
-    for _ in range(args.bench + 1 if args.bench else 1):
-        if speculator is not None and args.bench:  # alternate: other load then affects both
-            decoder.speculator = None
-            baseline.append(run())
-            decoder.speculator = speculator
-            speculator.reset()
-        runs.append(run())
-    if args.bench:
-        runs, baseline = runs[1:], baseline[1:]  # the first is a warm-up
-    confidence = {}
+    show(text)
+    runs, baseline = benchmark(run, args.bench, decoder) if args.bench else ([run()], [])
+
+    summary = {}
     if gate is not None:
-        confidence = {"confidence": gate.confidence([e["logprob"] for e in rows[0].logprobs])}
-        if not gate.keeps(confidence["confidence"]):
+        summary["confidence"] = gate.confidence([e["logprob"] for e in rows[0].logprobs])
+        if not gate.keeps(summary["confidence"]):
             return False
         args.logprobs = None  # they were for the gate
-        if not args.json:
-            print((text if continues else "") + rows[0].text, end="")
-    numbers = len(ids), load_seconds, measure_bandwidth(device), predicts(args, decoder)
-    summary = confidence | summarize(runs, *numbers)
+    bandwidth = measure_bandwidth(device)
+    summary |= summarize(runs, len(ids), load_seconds, bandwidth, predicts(args, decoder))
     if history is not None:
         history.save(ids + rows[0].tokens)
-        summary |= {"cached_tokens": cached}
-    if speculator is not None:
-        summary |= speculator.summary() | speedup(runs, baseline)
+        summary["cached_tokens"] = cached
+    if decoder.speculator is not None:
+        summary |= decoder.speculator.summary() | speedup(runs, baseline)
     if args.kv_budget is not None:
         summary |= getattr(decoder.cache, "summary", dict)()  # a KVCache, if everything fits
-    report(args, text if continues else "", rows, summary)
+    report(args, text, rows, summary, streamed)
     print(summary_line(summary, device_name(device, args.mesh, args.cp)), file=sys.stderr)
     return True
+
+
+def load_model(args: GenerateConfig) -> tuple[torch.device, Transformer, Tokenizer]:
+    """The device, the model on it, or this rank's shard, and the tokenizer."""
+    device = run_on_all_or_raise(partial(pick_device, args.device))
+    return device, *run_on_all_or_raise(partial(load, args, device))
 
 
 def open_energy_counter(device: torch.device) -> Callable[[], float] | None:
@@ -450,114 +400,33 @@ def open_energy_counter(device: torch.device) -> Callable[[], float] | None:
         return None
 
 
-def new_rows(
-    args: GenerateConfig, tokenizer: Tokenizer, prompt: Sequence[int], eos: Sequence[int],
-    show: Callable[[str], Any],
-) -> list[Continuation]:  # fmt: skip
-    """--n empty rows. prompt: the ids that their text continues."""
-    stream = lambda: TextStream(tokenizer, prompt, args.grammar is not None)
-    new = lambda: Continuation(tokenizer, stream(), StopStrings(args.stop), eos, show)
-    return [new() for _ in range(args.n)]
-
-
-def fit_to_context(args: GenerateConfig, n_prompt: int, context: int) -> int:
-    """--max-new-tokens, lowered with a message to what the model's context leaves. ValueError if
-    that is nothing."""
-    if n_prompt >= context:
-        raise ValueError(
-            f"the prompt has {n_prompt} tokens, but the model's context (max_position_embeddings "
-            f"in config.json) is {context}; shorten it"
-        )
-    max_new = min(args.max_new_tokens, context - n_prompt)
-    if max_new < args.max_new_tokens:
-        print(
-            f"generate.py: --max-new-tokens {args.max_new_tokens} lowered to {max_new} to fit the "
-            f"model's context of {context}",
-            file=sys.stderr,
-        )
-    return max_new
-
-
 def build_decoder(
     args: GenerateConfig, model: Transformer, tokenizer: Tokenizer, max_len: int, eos: Sequence[int]
 ) -> Decoder:
     """A decoder with max_len cache slots per row. ValueError names the flag."""
-    top, V = args.logprobs, model.config.vocab_size
-    if top is not None and top > V:
-        raise ValueError(f"--logprobs must be at most the vocabulary size {V}, not {top}")
-    attention, rows = pick_attention(args.attention, args.fixed_max), args.n
-    if args.shard_batch and args.mesh is not None:
-        attention, rows = shard_batch_attention(attention, args.mesh, rows)
-    if args.is_on("cp"):
-        from parallelism.kv_parallel import slots_per_rank
-
-        attention, max_len = lambda cache, limit: cache.attend, slots_per_rank(max_len, args.cp)
-    # ring buffers for layers with sliding windows, where every step attends through KVCache.attend
-    # and none goes back further than the rejected drafts
-    whole = args.interactive or args.kv_store is not None  # their KV may be kept
-    ring = attention is sdpa and not whole and args.speculate not in ("tree", "staged")
-    lookahead, params = 0, sampling_params(args, tokenizer, V, eos)
-    if args.speculate or args.grammar is not None:
-        from generation import drafting
-
-        lookahead = drafting.lookahead_slots(args)
-        drafting.raise_mla_absorb_limit_(args, model)
+    params = sampling_params(args, tokenizer, model.config.vocab_size, eos)
+    lookahead = reserve_lookahead_(args, model)
+    attention, cache = attention_and_cache(args, model, max_len, lookahead)
+    keep_logits = args.logprobs is not None
+    options = args.n, eos, args.compile, keep_logits, attention, cache
     try:
-        decoder = Decoder(
-            model, max_len + lookahead, params, args.n, eos, args.compile,
-            keep_logits=top is not None, attention=attention, cached_rows=rows,
-            rollback=lookahead if ring else None,
-            cache=budgeted_cache(args, model, rows, max_len, 0 if ring else None),
-        )  # fmt: skip
+        decoder = Decoder(model, max_len + lookahead, params, *options)
     except ValueError as e:
         if not str(e).startswith("logit_bias"):
             raise
         raise ValueError(f"--set logit_bias {str(e).partition(' ')[2]}") from None
+    if args.is_on("pp"):
+        from parallelism.pipeline_inference import PipelineDecoder
+
+        return PipelineDecoder(decoder, args.mesh, prefill_chunks)
     if args.is_on("cp"):
         shard_kv_cache_(decoder)
     if args.ep and dist.is_initialized():
         decoder.broadcast = partial(dist.broadcast, src=0)
-    if (args.pp or 1) > 1:
-        from parallelism.pipeline_inference import PipelineDecoder
-
-        return PipelineDecoder(decoder, args.mesh, prefill_chunks)
-    if args.speculate:
-        load_fn = partial(load_draft, args, model.embed.weight.device)
-        speculator = drafting.build_speculator(args, decoder, tokenizer, load_fn)
-        if dist.is_initialized() and args.speculate_k == "auto":
-            speculator.new_policy = lambda new=speculator.new_policy: Rank0Policy(new())
-            speculator.reset()
-        decoder.speculator = speculator
-    if args.grammar is not None:
-        drafting.jump_forced_tokens(decoder, lookahead)
-    if args.early_exit is not None:
-        decoder.speculator = build_early_exit(args, decoder, tokenizer)
+    set_speculator_(args, decoder, tokenizer, lookahead)
     if can_run_ahead(args, decoder):
         decoder.ahead = RunAhead(decoder.run, decoder.token)
     return decoder
-
-
-def can_run_ahead(args: GenerateConfig, decoder: Decoder) -> bool:
-    """Whether a step needs nothing from the host, and its KV is not kept for another prompt."""
-    on_host = decoder.speculator is not None or decoder.broadcast is not None
-    kept = args.interactive or args.kv_store is not None or args.logprobs is not None
-    return args.compile and decoder.token.is_cuda and args.mesh is None and not on_host | kept
-
-
-def budgeted_cache(
-    args: GenerateConfig, model: Transformer, rows: int, max_len: int, rollback: int | None
-) -> Any:
-    """The cache of --kv-budget, if less than everything. ValueError names the flag."""
-    if args.kv_budget is None:
-        return None
-    windowed, windows, first = None, model.config.windows, model.embed.weight
-    if any(windows):  # their KVCache has no slots for the other layers
-        windowed = KVCache(model.config, rows, max_len, first.dtype, "meta", rollback)
-        windowed.end = torch.zeros_like(windowed.end, device=first.device)
-        for x in (windowed.k, windowed.v):
-            x[:] = [t[:, :, : None if w else 0] for t, w in zip(x, windows)]
-            x[:] = [torch.zeros_like(t, device=first.device) for t in x]
-    return build_cache(args.kv_policy, args.kv_budget, model, rows, max_len, windowed)
 
 
 def build_history(args: GenerateConfig, decoder: Decoder) -> Any:
@@ -569,62 +438,11 @@ def build_history(args: GenerateConfig, decoder: Decoder) -> Any:
     return History(open_store(args, decoder.model), decoder, prefill, args.block_size)
 
 
-def sampling_params(
-    args: GenerateConfig, tokenizer: Tokenizer, vocab_size: int, eos: Sequence[int]
-) -> SamplingParams:
-    """The SamplingParams of the flags, with the grammar compiled."""
-    if args.grammar is None:
-        return args.sampling_params
-    from generation.structured import Vocabulary
-
-    grammar = Vocabulary.of(tokenizer, vocab_size, eos).grammar(args.grammar)
-    return replace(args.sampling_params, grammar=grammar)
-
-
-def pick_attention(name: str, fixed_max: float | None = None) -> AttendFactory:
-    """sdpa, or flash: attention.py's kernels over the same cache slots."""
-    if name == "sdpa":
-        return sdpa
-    from attention import as_attend
-
-    return lambda cache, limit: as_attend(cache, limit=limit, fixed_max=fixed_max)
-
-
-def shard_batch_attention(
-    attention: AttendFactory, mesh: Any, rows: int
-) -> tuple[AttendFactory, int]:
-    """shard_batch: a rank computes attention with all heads for the rows that it caches, of which
-    it returns the number. A prompt is one row: every rank prefills it for its own heads, and stores
-    its keys in all its rows."""
-    from parallelism.inference_parallel import batch_sharded_attend
-
-    group, ranks = mesh.group("tp"), mesh.size("tp")
-    if rows % ranks:
-        raise ValueError(f"--set shard_batch: --n {rows} must be a multiple of --tp {ranks}")
-
-    def make_attend(cache: KVCache, limit: int | None) -> Attend:
-        plain = attention(cache, limit)
-        sharded = batch_sharded_attend(plain, group)
-        return lambda spec, q, *rest: (sharded if len(q) > 1 else plain)(spec, q, *rest)
-
-    return make_attend, rows // ranks
-
-
-def shard_kv_cache_(decoder: Decoder) -> None:
-    """--cp: the decoder's cache is this rank's part of one that is sharded over all ranks."""
-    from parallelism.kv_parallel import KVParallelCache, KVParallelModel
-
-    decoder.cache = KVParallelCache(decoder.cache)
-    try:
-        decoder.model = KVParallelModel(decoder.model, decoder.cache)
-    except ValueError as e:
-        raise ValueError(f"--cp: {e}") from None
-
-
 def report(
-    args: GenerateConfig, text: str, rows: list[Continuation], summary: dict[str, Any]
-) -> None:
-    """Print the results that were not streamed."""
+    args: GenerateConfig, text: str, rows: list[Continuation], summary: dict[str, Any],
+    streamed: bool,
+) -> None:  # fmt: skip
+    """Print the results: as JSON, or, unless they were streamed, the prompt's text and theirs."""
     samples = []
     for row in rows:
         samples.append({"text": row.text, "tokens": row.tokens, "finish_reason": row.finish_reason})
@@ -633,11 +451,13 @@ def report(
     if args.json:
         more = {"samples": samples} if args.n > 1 else {}
         print(json.dumps(samples[0] | more | summary))
-    elif args.n > 1 and not args.bench:
+    elif args.bench:
+        return
+    elif args.n == 1:
+        print("" if streamed else text + rows[0].text)
+    else:
         for b, row in enumerate(rows):
             print(f"{'=' * 20} {b + 1} of {args.n} {'=' * 20}\n{text}{row.text}")
-    elif not args.bench:
-        print()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -647,8 +467,7 @@ def report(
 
 def interactive_chat(args: GenerateConfig) -> None:
     """--interactive: one reply per input line. Ctrl-C stops the reply, not the program."""
-    device = pick_device(args.device)
-    model, tokenizer = load(args, device)
+    _, model, tokenizer = load_model(args)
     template = load_chat_template(args.checkpoint)
     if template is None and args.system_prompt is not None:
         raise ValueError(f"--system-prompt: {args.checkpoint} has no chat template")
@@ -668,8 +487,8 @@ def interactive_chat(args: GenerateConfig) -> None:
 def score_file(args: GenerateConfig) -> None:
     """--perplexity: perplexity, nats per token and bits per byte of a text."""
     text = read_text(args.perplexity)
-    device = run_on_all_or_raise(partial(pick_device, args.device))
-    model, tokenizer = run_on_all_or_raise(partial(load, args, device))
+    _, model, tokenizer = load_model(args)
+    check_logprobs(args, model.config.vocab_size)
     attention = pick_attention(args.attention, args.fixed_max)
     new_cache = lambda max_len: budgeted_cache(args, model, 1, max_len, None)
 
@@ -731,32 +550,39 @@ def decode_speed(args: GenerateConfig, model: Transformer, batch: int) -> float:
 # --------------------------------------------------------------------------------------------------
 
 
-def run_engine(args: GenerateConfig) -> None:
-    """--choices, --batch, --bench-serving, --serve or --program: the continuous-batching engine."""
-    from serving import run  # here: tqdm and the Engine take 0.1 s
-
-    if args.choices is not None:
-        from generation import evaluate
-
-        return evaluate.run(args)
-    flags = (args.batch, run.batch), (args.serve, run.serve), (args.program, run.program)
-    next((mode for flag, mode in flags if flag), run.bench_serving)(args)
-
-
 @torch.inference_mode()
 def run(args: GenerateConfig) -> None:
     """Run the mode that the flags select."""
-    modes = (
-        (args.interactive, interactive_chat),
-        (args.perplexity, score_file),
-        (args.save, save_quantized),
-        (args.quantize_report, quantize_report),
-        (args.choices is not None, run_engine),
-        (args.batch or args.bench_serving or args.serve or args.program, run_engine),
-        (True, generate),
-    )
     with process_group(args), open_gguf(args):
-        next(mode for flag, mode in modes if flag)(args)
+        if args.interactive:
+            interactive_chat(args)
+        elif args.perplexity is not None:
+            score_file(args)
+        elif args.save is not None:
+            save_quantized(args)
+        elif args.quantize_report:
+            quantize_report(args)
+        elif any(map(args.is_on, ("choices", "batch", "serve", "program", "bench_serving"))):
+            run_engine(args)
+        else:
+            generate(args)
+
+
+def run_engine(args: GenerateConfig) -> None:
+    """The modes of the continuous-batching engine."""
+    from generation import evaluate  # here: tqdm and the Engine take 0.1 s
+    from serving import run as engine
+
+    if args.choices is not None:
+        evaluate.run(args)
+    elif args.batch is not None:
+        engine.batch(args)
+    elif args.serve is not None:
+        engine.serve(args)
+    elif args.program is not None:
+        engine.program(args)
+    else:
+        engine.bench_serving(args)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -785,8 +611,8 @@ def run_cli(argv: list[str]) -> int:
         print(f"generate.py: error: {e}", file=sys.stderr)
         return 2
     except (MemoryError, RuntimeError) as e:
-        if isinstance(e, RuntimeError) and "memory" not in str(e):
-            raise
+        if isinstance(e, RuntimeError) and not re.search("memory|overflow", str(e)):
+            raise  # a bug; overflow: of a tensor's size
         detail = (str(e) or "allocation failed").splitlines()[0]
         print(f"generate.py: error: out of memory ({detail})", file=sys.stderr)
         return 2

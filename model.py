@@ -267,6 +267,11 @@ class ModelConfig:
         return next((name for name in options if getattr(self, name)), "")
 
     @property
+    def has_dynamic_rope(self) -> bool:
+        """Dynamic NTK: keys depend on the number of tokens in a forward call."""
+        return (self.rope_scaling or {}).get("rope_type") == "dynamic"
+
+    @property
     def context(self) -> int:
         """Maximum sequence length: max_seq_len, or what dynamic NTK or YaRN extend it to."""
         rope = self.rope_scaling or {}

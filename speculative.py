@@ -488,13 +488,30 @@ class Drafter:
     def propose_batch(
         self, rows: Sequence[Row], contexts: Sequence[list[int]], ks: Sequence[int]
     ) -> list[Proposal]:
+        """Up to ks drafts after the contexts of the rows that are ready, none for the others."""
+        found: list[Proposal] = [([], None)] * len(rows)
+        ready = [i for i, k in enumerate(ks) if k and self.is_ready(rows[i], contexts[i])]
+        if ready:
+            drafts = self._draft(*([x[i] for i in ready] for x in (rows, contexts, ks)))
+            for i, proposal in zip(ready, drafts):
+                found[i] = proposal
+        return found
+
+    def is_ready(self, row: Row, context: list[int]) -> bool:
+        """Whether the row was observed up to its context's second to last token."""
+        raise NotImplementedError
+
+    def _draft(
+        self, rows: Sequence[Row], contexts: Sequence[list[int]], ks: Sequence[int]
+    ) -> list[Proposal]:
         raise NotImplementedError
 
     def observe(self, row: Row, start: int, hidden: Tensor) -> None:
-        """Receive the target's final hidden states (t, C) of a row's positions from `start` on."""
+        """Called after each forward of the target with its final hidden states (t, C) of a row's
+        positions from `start` on."""
 
     def forget(self, row: Row) -> None:
-        """Drop the state of a row that has ended."""
+        """Called when a row has ended: drop its state."""
 
     def _chain(
         self,
@@ -639,32 +656,23 @@ class MTPDrafter(Drafter):
     def forget(self, row: Row) -> None:
         self.pending.pop(row, None)
 
-    def propose_batch(
+    def is_ready(self, row: Row, context: list[int]) -> bool:
+        start, pieces = self.pending.get(row, (0, []))
+        return bool(pieces) and start + sum(map(len, pieces)) == len(context) - 1
+
+    def _draft(
         self, rows: Sequence[Row], contexts: Sequence[list[int]], ks: Sequence[int]
     ) -> list[Proposal]:
-        starts, pieces = zip(*(self.pending.get(row, (0, [])) for row in rows))
-        # rows whose hidden states cover the context up to its second to last token
-        ready = [
-            p and s + sum(map(len, p)) == len(c) - 1 for s, p, c in zip(starts, pieces, contexts)
-        ]
-        found: list[Proposal] = [([], None)] * len(rows)
-        some = [i for i, ok in enumerate(ready) if ok and ks[i]]
-        if not some:
-            return found
-        rows, contexts, ks = ([x[i] for i in some] for x in (rows, contexts, ks))
-        tokens = [c[starts[i] + 1 :] for i, c in zip(some, contexts)]
-        hidden = [torch.cat(pieces[i]) for i in some]
-        h = self.runner.extend(rows, [starts[i] for i in some], tokens, hidden)
+        starts, pieces = zip(*(self.pending[row] for row in rows))
+        tokens = [c[start + 1 :] for start, c in zip(starts, contexts)]
+        h = self.runner.extend(rows, starts, tokens, [*map(torch.cat, pieces)])
         for row, context in zip(rows, contexts):
             self.pending[row] = len(context) - 1, []
 
         def follow(h: Tensor, ids: Tensor, i: int) -> Tensor:
             return self.runner.step(rows, ids, [len(c) - 1 + i for c in contexts], h)
 
-        last = torch.stack([x[-1] for x in h])
-        for i, proposal in zip(some, self._chain(rows, ks, last, follow)):
-            found[i] = proposal
-        return found
+        return self._chain(rows, ks, torch.stack([x[-1] for x in h]), follow)
 
 
 class DraftHead(nn.Module):
@@ -702,21 +710,16 @@ class HeadDrafter(Drafter):
     def forget(self, row: Row) -> None:
         self.last.pop(row, None)
 
-    def propose_batch(
+    def is_ready(self, row: Row, context: list[int]) -> bool:
+        return self.last.get(row, (-1, None))[0] == len(context) - 2
+
+    def _draft(
         self, rows: Sequence[Row], contexts: Sequence[list[int]], ks: Sequence[int]
     ) -> list[Proposal]:
-        found: list[Proposal] = [([], None)] * len(rows)
-        last = [self.last.get(row, (-1, None)) for row in rows]
-        some = [i for i, (at, _) in enumerate(last) if ks[i] and at == len(contexts[i]) - 2]
-        if not some:
-            return found
-        h = torch.stack([last[i][1] for i in some])
-        ids = torch.tensor([contexts[i][-1] for i in some], device=h.device)
+        h = torch.stack([self.last[row][1] for row in rows])
+        ids = torch.tensor([context[-1] for context in contexts], device=h.device)
         follow = lambda h, ids, i: self.step(h, self.embed(ids))
-        part = [rows[i] for i in some], [ks[i] for i in some]
-        for i, proposal in zip(some, self._chain(*part, follow(h, ids, 0), follow)):
-            found[i] = proposal
-        return found
+        return self._chain(rows, ks, follow(h, ids, 0), follow)
 
 
 class TreeDrafter:

@@ -115,6 +115,22 @@ def time_steps(
     return RunTimings(max(tokens), *timings, joules)
 
 
+def benchmark(
+    run: Callable[[], RunTimings], n: int, decoder: Any
+) -> tuple[list[RunTimings], list[RunTimings]]:
+    """n runs after a warm-up, and as many without the decoder's drafts or exits if it has any: in
+    turns, so that other load on the machine affects both."""
+    runs, baseline, speculator = [], [], decoder.speculator
+    for _ in range(n + 1):
+        if speculator is not None:
+            decoder.speculator = None
+            baseline.append(run())
+            decoder.speculator = speculator
+            speculator.reset()
+        runs.append(run())
+    return runs[1:], baseline[1:]
+
+
 def summarize(
     runs: list[RunTimings], prompt_tokens: int, load_seconds: float, bandwidth: float,
     predict: bool = False,

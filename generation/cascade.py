@@ -248,7 +248,7 @@ PROMPT_CHARACTERS = 240
 
 def text_prompts(text: str, n: int) -> list[str]:
     """Up to n different prompts, evenly spaced in a text, from a line's start to before a space."""
-    prompts = []
+    prompts, n = [], min(n, len(text))
     for i in range(n):
         start = text.find("\n", i * max(0, len(text) - 2 * PROMPT_CHARACTERS) // n) + 1
         prompts.append(text[start : start + PROMPT_CHARACTERS].rpartition(" ")[0].rstrip())

@@ -131,9 +131,7 @@ class Chat:
         elif row.finish_reason == "eos":
             text += self.tokenizer.piece(tokens[-1])  # the template writes EOS as text
         self.ids, self.text = self.ids + tokens, self.text + text
-        self.ids_match_text = (
-            row.finish_reason != "stop"
-        )  # after "stop" the ids include the stop string
+        self.ids_match_text = row.finish_reason != "stop"  # else they include the stop string
         self.ends.append((len(self.ids), len(self.text)))
 
     def _drop_turns(self, line: str, limit: int) -> tuple[str, list[int]]:

@@ -150,7 +150,10 @@ with tempfile.NamedTemporaryFile() as file:
 def run(command: Sequence[str | Path]) -> str:
     """The last line that a program prints."""
     root = GENERATE.parent
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root)
+    except OSError as e:
+        sys.exit(f"{command[0]}: {e.strerror}")
     if done.returncode:
         sys.exit(f"{command[0]}: {(done.stderr or 'failed').strip().splitlines()[-1]}")
     return (done.stdout.strip() or "{}").splitlines()[-1]
@@ -216,6 +219,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--second-turn", action="store_true", help="time to its first token")
     args = parser.parse_args()
+    if min(args.rounds, args.threads) < 1 or not args.folder.is_dir():
+        parser.error("--rounds and --threads must be 1 or more, --folder a folder")
     if args.second_turn:
         gguf = write_gguf(args, "bf16")
         print("| program | prefill again, ms | KV in memory | KV on disk | gain |")

@@ -443,40 +443,43 @@ def parse_args(argv: list[str]) -> GenerateConfig:
     check_limits(args)
     check_requires(args, REQUIRES)
     check_excludes(args, EXCLUDES)
+    check_values(args)
     if args.temperature is None:
         sampled = any(map(args.is_on, ("top_k", "top_p", "min_p"))) or args.bench_serving is None
         args.temperature = TEMPERATURE if sampled else 0.0
+    for name in ("input_tokens", "output_tokens"):
+        setattr(args, name, parse_range(args, name))
+    for name in ("kv_store_size", "kv_store_host"):
+        setattr(args, name, parse_size(args, name))
+    for name in ("adapters", "models"):
+        setattr(args, name, parse_folders(args, name))
+    if args.disaggregate not in (None, "auto"):
+        args.disaggregate = parse_placement(args.disaggregate)
+    args.slo = parse_slo(args.slo)
+    args.early_exit, args.exit_ramps = parse_exits(args)
+    args.grammar = read_grammar(args)
+    args.sampling_params = read_sampling(args)
+    for name in args.flags():
+        value = getattr(args, name)
+        if isinstance(value, int) and value >= 2**63:
+            raise ValueError(f"{args.shown(name)} must be less than 2**63, not {value}")
+    return args
+
+
+def check_values(args: GenerateConfig) -> None:
+    """ValueError names a setting whose range check_limits does not know."""
     if args.arrival_cv and not 0.01 <= args.arrival_cv <= 100:
         raise ValueError(f"--set arrival_cv must be 0 or from 0.01 to 100, not {args.arrival_cv}")
     if not args.request_rate >= 1e-6:
         raise ValueError(f"--request-rate must be at least 1e-6, not {args.request_rate}")
-    if args.forced_acceptance is not None and args.forced_acceptance > 1:
-        raise ValueError(
-            f"--set forced_acceptance must be from 0 to 1, not {args.forced_acceptance}"
-        )
-    for name in ("input_tokens", "output_tokens"):
-        text = getattr(args, name)
-        low, _, high = text.partition(":")
-        if not (low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high)):
-            raise ValueError(f"--set {name} must be A:B, integers 1 <= A <= B, not {text!r}")
-        setattr(args, name, (int(low), int(high)))
+    for name in ("forced_acceptance", "cascade_threshold"):
+        if (getattr(args, name) or 0) > 1:
+            raise ValueError(f"{args.shown(name)} must be from 0 to 1, not {getattr(args, name)}")
     if (args.kv_budget or 0) > 1 and not args.kv_budget.is_integer():
         raise ValueError(f"--kv-budget must be a share to 1 or whole tokens, not {args.kv_budget}")
     if args.offload is not None and args.offload != "cpu" and "/" not in args.offload:
         if not args.offload or not Path(args.offload).is_dir():
             raise ValueError(f"--offload {args.offload!r}: must be cpu or a folder that exists")
-    if args.disaggregate not in (None, "auto"):
-        args.disaggregate = parse_placement(args.disaggregate)
-    if args.cascade_threshold is not None and args.cascade_threshold > 1:
-        raise ValueError(f"--cascade-threshold must be from 0 to 1, not {args.cascade_threshold}")
-    args.slo = parse_slo(args.slo)
-    args.early_exit, args.exit_ramps = parse_exits(args)
-    if args.adapters is not None:
-        args.adapters = parse_folders("--adapters", args.adapters)
-    if args.models is not None:
-        args.models = parse_folders("--models", args.models)
-    for name in ("kv_store_size", "kv_store_host"):
-        setattr(args, name, parse_size(args, name))
     try:
         make_policy(args.policy)
     except ValueError as e:
@@ -489,9 +492,6 @@ def parse_args(argv: list[str]) -> GenerateConfig:
             f"--max-num-seqs {args.max_num_seqs} must not exceed --max-num-batched-tokens "
             f"{args.max_num_batched_tokens}"
         )
-    args.grammar = read_grammar(args)
-    args.sampling_params = read_sampling(args)
-    return args
 
 
 def read_grammar(args: GenerateConfig) -> str | None:
@@ -545,6 +545,15 @@ def parse_exits(args: GenerateConfig) -> tuple[tuple[int, int] | float | None, l
     return share, ramps
 
 
+def parse_range(args: GenerateConfig, name: str) -> tuple[int, int]:
+    """A setting A:B, integers from 1. ValueError names it."""
+    text = getattr(args, name)
+    low, _, high = text.partition(":")
+    if not (low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high)):
+        raise ValueError(f"{args.shown(name)} must be A:B, integers 1 <= A <= B, not {text!r}")
+    return int(low), int(high)
+
+
 def parse_size(args: GenerateConfig, name: str) -> int:
     """A setting in bytes, more than 0. ValueError names it."""
     try:
@@ -555,13 +564,15 @@ def parse_size(args: GenerateConfig, name: str) -> int:
     raise ValueError(f"{args.shown(name)} must be bytes: 8e9, 500M or 20G")
 
 
-def parse_folders(flag: str, text: str) -> list[tuple[str, Path]]:
-    """NAME=DIR,...; ValueError names the flag."""
-    pairs = [entry.partition("=") for entry in filter(None, text.split(","))]
-    for name, _, folder in pairs:
-        if not name or not folder:
-            raise ValueError(f"{flag} must be NAME=DIR,..., not {text!r}")
-    return [(name, Path(folder)) for name, _, folder in pairs]
+def parse_folders(args: GenerateConfig, name: str) -> list[tuple[str, Path]] | None:
+    """A setting NAME=DIR,...; None if it is not given. ValueError names it."""
+    text = getattr(args, name)
+    if text is None:
+        return None
+    pairs = [entry.partition("=")[::2] for entry in filter(None, text.split(","))]
+    if not all(map(all, pairs)):
+        raise ValueError(f"{args.shown(name)} must be NAME=DIR,..., not {text!r}")
+    return [(key, Path(folder)) for key, folder in pairs]
 
 
 def parse_placement(text: str) -> Placement:

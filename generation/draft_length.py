@@ -43,11 +43,11 @@ class FixedK:
     def choose(self, rows: Sequence[Row]) -> list[int]:
         return [self.k] * len(rows)
 
-    def observe(self, *what: Any) -> None:
-        pass
+    def observe(self, *step: Any) -> None:
+        """Called after each step, as Goodput.observe."""
 
     def forget(self, row: Row) -> None:
-        pass
+        """Called when a row has ended."""
 
 
 class Confidence(FixedK):

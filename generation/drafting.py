@@ -47,26 +47,14 @@ from generation.structured import MAX_FORCED_TOKENS, ForcedPolicy, ForcedTokens
 from huggingface.tokenizer import Tokenizer
 from model import KVCache, ModelConfig, Transformer
 from speculative import (
-    DraftHead,
-    DraftModel,
-    ContiguousRunner,
-    HeadDrafter,
-    MTPDrafter,
-    NGram,
-    Proposal,
-    DraftRunner,
-    Tree,
-    TreeDrafter,
-    accept,
-    accept_tree,
-    match_tree,
-    count_matches,
-    tree_attend,
-)
+    ContiguousRunner, DraftHead, DraftModel, DraftRunner, HeadDrafter, MTPDrafter, NGram, Proposal,
+    Tree, TreeDrafter, accept, accept_tree, count_matches, match_tree, tree_attend,
+)  # fmt: skip
 
 MAX_DRAFT_TOKENS = 8  # most drafts per step with --speculate-k auto
 MAX_TREE_NODES = 12  # most drafts per step with --speculate tree or staged and --speculate-k auto
 MAX_CONFIDENT_TOKENS = 16  # most drafts per step with --speculate-k confidence
+TREES = ("tree", "staged")  # --speculate whose drafts are a tree
 # Assumed acceptance rate of a draft model's first, second, ... choice before any is measured
 RANK_PRIOR = (0.6, 0.15, 0.07, 0.04)
 
@@ -383,17 +371,18 @@ def pad_drafts(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Proposals padded to K: tokens (R, K), lengths (R,), and q (R, K, V), None if none has a q."""
     tokens = torch.tensor([t + [0] * (K - len(t)) for t, _ in proposals], device=device)
+    tokens = tokens.view(len(proposals), K).long()  # also for K = 0
     lengths = torch.tensor([len(t) for t, _ in proposals], device=device)
     first_q = next((q for _, q in proposals if q is not None), None)
     if first_q is None:
-        return tokens.view(len(proposals), K).long(), lengths, None
+        return tokens, lengths, None
     probs = first_q.new_zeros(len(proposals), K, first_q.shape[-1])
     for r, (t, q) in enumerate(proposals):
         if q is not None:
             probs[r, : len(t)] = q
         else:
             probs[r, torch.arange(len(t)), t] = 1.0
-    return tokens.view(len(proposals), K).long(), lengths, probs
+    return tokens, lengths, probs
 
 
 class TreeSpeculator(Speculator):
@@ -468,7 +457,7 @@ def max_draft_tokens(args: GenerateConfig) -> int:
         return int(args.speculate_k)
     if args.speculate_k == "confidence":
         return MAX_CONFIDENT_TOKENS
-    return MAX_TREE_NODES if args.speculate in ("tree", "staged") else MAX_DRAFT_TOKENS
+    return MAX_TREE_NODES if args.speculate in TREES else MAX_DRAFT_TOKENS
 
 
 def new_policy(args: GenerateConfig, drafter: Any) -> FixedK | Goodput:
@@ -496,61 +485,75 @@ def build_speculator(
 ) -> Speculator:
     """The Speculator of --speculate for a Decoder. load: name -> model and tokenizer of
     --draft-model. ValueError names the flag."""
-    model, device, max_drafts = decoder.model, decoder.token.device, max_draft_tokens(args)
-    check_rope_scaling(model)
-    is_tree = args.speculate in ("tree", "staged")
-    if is_tree and (name := model.config.contiguous_only):
+    check_supported(args, decoder)
+    verifier = RejectionSampler(decoder.sampler, args.draft_coupled, args.forced_acceptance)
+    drafter = build_decoder_drafter(args, decoder, tokenizer, load, verifier)
+    max_drafts, slots = max_draft_tokens(args), lookahead_slots(args)
+    if args.speculate in TREES:
+        is_auto = args.speculate_k == "auto"
+        sizes = [2, 4, 8, MAX_TREE_NODES] if is_auto else [max_drafts]
+        policy = partial(TreeGoodput, sizes, RANK_PRIOR, not is_auto)
+        inner = None
+        if args.speculate == "staged":
+            inner = NGram(references=references(args, tokenizer))
+        drafter = TreeDrafter(drafter, verifier.sample_children, inner)
+        return TreeSpeculator(decoder, drafter, policy, verifier, slots)
+    policy = partial(new_policy, args, drafter)
+    compile_fn = decoder.graph_runner if decoder.compiled else None
+    options = verifier, slots, compile_fn, args.draft_ahead
+    speculator = Speculator(decoder, drafter, policy, *options)
+    if decoder.compiled:
+        speculator.warm_up(max_drafts)
+    return speculator
+
+
+def check_supported(args: GenerateConfig, decoder: Any) -> None:
+    """ValueError names the flag that the decoder's model or rows exclude."""
+    check_rope_scaling(decoder.model)
+    option = decoder.model.config.contiguous_only
+    if args.speculate in TREES and option:
         raise ValueError(
-            f"--speculate {args.speculate} does not support {name}: use --speculate ngram"
+            f"--speculate {args.speculate} does not support {option}: use --speculate ngram"
         )
     one_row = "--set draft_ahead=true" if args.draft_ahead else "--speculate staged"
     if decoder.batch > 1 and (args.draft_ahead or args.speculate == "staged"):
         raise ValueError(f"{one_row} requires --n 1: it drafts for one row; use --speculate draft")
-    rejection_sampler = RejectionSampler(
-        decoder.sampler, args.draft_coupled, args.forced_acceptance
-    )
+
+
+def build_decoder_drafter(
+    args: GenerateConfig,
+    decoder: Any,
+    tokenizer: Tokenizer,
+    load: Callable[[str], tuple[Transformer, Tokenizer]],
+    verifier: RejectionSampler,
+) -> Any:
+    """build_drafter with contiguous caches, as the Decoder's."""
+    device, dtype = decoder.token.device, decoder.cache.k[0].dtype
 
     def sample_draft(logits: Tensor, rows: Sequence[int], i: int) -> tuple[Tensor, Tensor | None]:
-        rows = None if len(rows) == decoder.batch else rows
-        return rejection_sampler.sample_draft(logits, rows, i)
+        return verifier.sample_draft(logits, None if len(rows) == decoder.batch else rows, i)
 
     def make_runner(forward: Callable[..., Tensor], cache: KVCache) -> ContiguousRunner:
         static_forward = None
         if decoder.compiled:
-            forward_full_cache = lambda tokens, positions, hidden: forward(
-                tokens, positions, cache.attend, hidden
+            static_forward = decoder.graph_runner(
+                lambda tokens, positions, hidden: forward(tokens, positions, cache.attend, hidden)
             )
-            static_forward = decoder.graph_runner(forward_full_cache)
         return ContiguousRunner(forward, cache, device, decoder.batch, static_forward)
 
-    new_cache = lambda config: KVCache(
-        config, decoder.batch, decoder.cache.max_len, decoder.cache.k[0].dtype, device
+    def new_cache(config: ModelConfig) -> KVCache:
+        return KVCache(config, decoder.batch, decoder.cache.max_len, dtype, device)
+
+    return build_drafter(
+        args, decoder.model, tokenizer, load, sample_draft, make_runner, decoder.cache, new_cache
     )
-    drafter = build_drafter(
-        args, model, tokenizer, load, sample_draft, make_runner, decoder.cache, new_cache
-    )
-    compile_fn = decoder.graph_runner if decoder.compiled else None
-    if is_tree:
-        sizes = [max_drafts] if args.speculate_k != "auto" else [2, 4, 8, MAX_TREE_NODES]
-        new_tree = partial(TreeGoodput, sizes, RANK_PRIOR, args.speculate_k != "auto")
-        inner = NGram(references=references(args, tokenizer))
-        inner = inner if args.speculate == "staged" else None
-        tree_drafter = TreeDrafter(drafter, rejection_sampler.sample_children, inner)
-        rest = new_tree, rejection_sampler, lookahead_slots(args)
-        return TreeSpeculator(decoder, tree_drafter, *rest)
-    policy, slots = partial(new_policy, args, drafter), lookahead_slots(args)
-    rest = rejection_sampler, slots, compile_fn, args.draft_ahead
-    speculator = Speculator(decoder, drafter, policy, *rest)
-    if decoder.compiled:
-        speculator.warm_up(max_drafts)
-    return speculator
 
 
 def jump_forced_tokens(decoder: Any, slots: int) -> None:
     """Make a Decoder draft the tokens that a grammar forces, before those of --speculate. slots: as
     of lookahead_slots."""
     sampler, speculator = decoder.sampler, decoder.speculator
-    if (decoder.model.config.rope_scaling or {}).get("rope_type") == "dynamic":
+    if decoder.model.config.has_dynamic_rope:
         return  # see check_rope_scaling: no drafts
     state_of = lambda row: (sampler.grammars[row], sampler.states[row])
     drafter = ForcedTokens(state_of, speculator and speculator.drafter)
@@ -567,10 +570,8 @@ def jump_forced_tokens(decoder: Any, slots: int) -> None:
 
 
 def check_rope_scaling(model: Transformer) -> None:
-    """ValueError for dynamic RoPE scaling, where keys depend on the number of tokens in a forward
-    call."""
-    scaling = model.config.rope_scaling or {}
-    if scaling.get("rope_type") == "dynamic":
+    """ValueError for a model whose keys depend on the number of tokens in a forward call."""
+    if model.config.has_dynamic_rope:
         raise ValueError(
             "--speculate cannot be combined with rope_scaling 'dynamic': its frequencies depend on "
             "the length of a forward call, which drafts change; remove --speculate"
@@ -615,8 +616,9 @@ def build_drafter(
             raise ValueError("--speculate head with --dummy requires --draft-model DIR")
         head = load_draft_head(args.draft_model or str(args.checkpoint), model)
         return HeadDrafter(head, model.embed, model.head, sample_draft)
-    shipped = _shipped_draft_model(args.checkpoint) if args.dummy is None else None
-    name = args.draft_model or shipped
+    name = args.draft_model
+    if name is None and args.dummy is None:
+        name = _shipped_draft_model(args.checkpoint)
     if name is None:
         raise ValueError(
             f"--speculate {kind} requires --draft-model DIR, a smaller model with the same "

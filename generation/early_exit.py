@@ -118,7 +118,7 @@ class ExitSteps:
         self.n_steps = self.n_layers = 0
 
     def observe(self, start: int, hidden: Tensor) -> None:
-        """The prompt's hidden states, which no exit needs."""
+        """Called with the prompt's hidden states during prefill: no exit needs them."""
 
     def start(self, ids: Sequence[int], first: list[int]) -> None:
         """After prefill by all layers: the prompt's ids and the first token of every row."""
@@ -348,7 +348,7 @@ def fit_maps(model: Transformer, depths: Sequence[int], rows: Tensor) -> list[nn
 def build_early_exit(args: GenerateConfig, decoder: Any, tokenizer: Tokenizer) -> ExitSteps:
     """The runner of --early-exit for a Decoder. ValueError names the flag."""
     model, L = decoder.model, decoder.model.config.n_layers
-    if (model.config.rope_scaling or {}).get("rope_type") == "dynamic":
+    if model.config.has_dynamic_rope:
         raise ValueError(
             "--early-exit cannot be combined with rope_scaling 'dynamic': its frequencies depend "
             "on the length of a forward call; remove --early-exit"
@@ -420,4 +420,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except (ValueError, OSError) as e:
+        sys.exit(f"generation.early_exit: error: {e}")

@@ -31,8 +31,8 @@ def open_store(args: GenerateConfig, model: Transformer) -> KVStore | None:
     """The KVStore of --kv-store. ValueError names the flag."""
     if args.kv_store is None:
         return None
-    option, rope = model.config.contiguous_only, model.config.rope_scaling or {}
-    if rope.get("rope_type") == "dynamic":
+    option = model.config.contiguous_only
+    if model.config.has_dynamic_rope:
         option = "rope_scaling 'dynamic', which rotates all keys by the longest sequence"
     if option:
         raise ValueError(f"--kv-store {args.kv_store}: not supported with {option}")
@@ -87,8 +87,8 @@ class History:
         while True:
             try:
                 return self.plain_prefill(model, tokens, cache, start, gated, **kwargs)
-            except BaseException as e:
-                self.decoder.num_cached = self.before  # it may be interrupted
+            except BaseException as e:  # also Ctrl-C: what is in the cache must then be known
+                self.decoder.num_cached = self.before
                 if not self.store.recover(e):
                     raise
             start = self.find(self.ids, self.before)

@@ -52,7 +52,8 @@ def pick_device(name: str | None) -> torch.device:
         device = torch.device(name)
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as e:
-        raise ValueError(f"--device {name} is not available ({str(e).splitlines()[0]})") from None
+        why = str(e).splitlines()[0].partition(". ")[0]  # of one without kernels, all others follow
+        raise ValueError(f"--device {name} is not available ({why})") from None
     if device.type == "cuda":
         torch.cuda.set_device(device)  # graphs are captured on the current device
     return device
@@ -180,7 +181,7 @@ PERIOD = 2**18 + 3
 
 def dummy_config(name: str) -> ModelConfig:
     """The config of --dummy: a name, or a config.json. ValueError if it is neither."""
-    if name not in CONFIGS and not Path(name).exists():
+    if name not in CONFIGS and not Path(name).is_file():
         raise ValueError(f"--dummy {name}: neither a config.json nor one of {', '.join(CONFIGS)}")
     return CONFIGS[name] if name in CONFIGS else read_config(name)
 

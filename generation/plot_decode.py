@@ -64,4 +64,7 @@ if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python generation/plot_decode.py FILE.svg")
     svg = render_svg(decode_speeds(BENCHMARKS.read_text(encoding="utf-8")))
-    Path(sys.argv[1]).write_text(svg, encoding="utf-8")
+    try:
+        Path(sys.argv[1]).write_text(svg, encoding="utf-8")
+    except OSError as e:
+        sys.exit(f"plot_decode.py: error: {e}")

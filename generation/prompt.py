@@ -46,6 +46,7 @@ def prompt_ids(
 ) -> list[int]:
     """The prompt's token ids; ValueError if there are none."""
     if args.prompt_tokens is not None:
+        check_fits(args.prompt_tokens, config.context)
         rng = torch.Generator().manual_seed(0)
         return torch.randint(config.vocab_size, (args.prompt_tokens,), generator=rng).tolist()
     if args.chat:
@@ -61,3 +62,26 @@ def prompt_ids(
     if not ids:
         raise ValueError("the prompt has no tokens; give some text")
     return ids
+
+
+def check_fits(n_prompt: int, context: int) -> None:
+    """ValueError if the prompt leaves no room in the model's context."""
+    if n_prompt >= context:
+        raise ValueError(
+            f"the prompt has {n_prompt} tokens, but the model's context (max_position_embeddings "
+            f"in config.json) is {context}; shorten it"
+        )
+
+
+def fit_to_context(args: GenerateConfig, n_prompt: int, context: int) -> int:
+    """--max-new-tokens, lowered with a message to what the model's context leaves. ValueError if
+    that is nothing."""
+    check_fits(n_prompt, context)
+    max_new = min(args.max_new_tokens, context - n_prompt)
+    if max_new < args.max_new_tokens:
+        print(
+            f"generate.py: --max-new-tokens {args.max_new_tokens} lowered to {max_new} to fit the "
+            f"model's context of {context}",
+            file=sys.stderr,
+        )
+    return max_new
