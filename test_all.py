@@ -38172,8 +38172,9 @@ def test_train_dtype_auto_is_not_emulated_bf16(monkeypatch):
 
 def test_train_scale_precision(train_runs, tmp_path, monkeypatch):
     """A loss scale that is too large is halved; --param-dtype sets the moments' dtype too."""
-    monkeypatch.setattr(T, "LossScaler", partial(OP.LossScaler, 2.0**24))
-    out = train_runs.run("--dtype fp16 --steps 20", tmp_path / "large")
+    with monkeypatch.context() as patch:  # not in the shared runs
+        patch.setattr(T, "LossScaler", partial(OP.LossScaler, 2.0**24))
+        out = train_runs.run("--dtype fp16 --steps 20", tmp_path / "large")
     rows = metrics(out)
     skipped = [row for row in rows if "skipped" in row]
     assert 0 < len(skipped) < 15 and "overflow" in skipped[0]["skipped"]

@@ -26,14 +26,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from tqdm import tqdm
 
 from parallelism.diloco import DiLoCo, ElasticExchange
 from parallelism.dist_env import DistEnv, rank0_first, set_collective_timeout
 from training.build import offload_folder
 from training.checkpoint import CheckpointInfo, Checkpoints, ShardedTensor, read_full_tensors
 from training.config import TrainConfig
-from training.metrics import PeakMemory, profile_step
+from training.metrics import PeakMemory, log, profile_step
 from training.recovery import MemoryCheckpoint, Watchdog, stragglers
 from training.state import TrainState
 
@@ -81,7 +80,8 @@ class Callback:
         """Tensors and JSON metadata to store in a checkpoint."""
         return {}, {}
 
-    def after_step(self, step: int) -> None: ...
+    def after_step(self, step: int) -> None:
+        """The step is logged and, if due, being saved."""
 
     def failed(self) -> None:
         """The forward or backward pass failed, perhaps because another rank died."""
@@ -89,7 +89,8 @@ class Callback:
     def finish(self, stopped: bool) -> None:
         """The loop has ended; stopped: by a signal."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """The run ends, perhaps with an error: stop threads and connections."""
 
 
 def _on_each(name: str) -> Any:
@@ -426,9 +427,3 @@ class DiLoCoWorker(Callback):
     def close(self) -> None:
         if self.is_rank0:
             self.workers.close()
-
-
-def log(env: DistEnv, line: str) -> None:
-    """Print a line above the progress bar, on rank 0."""
-    if env.rank == 0:
-        tqdm.write(line, file=sys.stderr)

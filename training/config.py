@@ -22,6 +22,7 @@ from quantize import RECIPES
 from training.flags import Settings, check_excludes, check_limits, check_requires, flag, parse
 from training.flags import parse_bytes, rare
 
+DRAFT_HEAD = "draft_head.safetensors"  # file in OUT of a trained draft head
 NUM_DRAFT_TOKENS = 4  # consecutive tokens drafted in the validation of a draft head
 TASK_LR = {"lora": 2e-4, "sft": 2e-5, "dpo": 1e-6, "grpo": 1e-5, "draft-head": 1e-2}
 RECOMPUTE = ("none", "attention", "selective", "full", "sqrt")
@@ -180,8 +181,8 @@ class TrainConfig(Settings):
         "positive", nargs="?", const=1, metavar="RANKS")
     sequence_parallel: bool = rare(True, "with --tp: shard norms and residuals by position")
     cp_method: str = rare(
-        "zigzag", "ring attention, zigzag or striped; all-gather of k and v; or Ring Self-Attention, "
-        "which keeps all scores (parallelism/ring_self_attention.py)",
+        "zigzag", "ring attention, zigzag or striped; all-gather of k and v; or Ring Self-"
+        "Attention, which keeps all scores (parallelism/ring_self_attention.py)",
         choices=("zigzag", "striped", "all-gather", "ring-self-attention"))
     ep_node_size: int | None = rare(
         None, "ranks per node: tokens are sent once per node", "positive")
