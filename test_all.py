@@ -156,7 +156,9 @@ from training import checkpoint as CK
 from training import chunked_loss as CL
 from quantization import quantize_model as W
 from generation import cpu, cpu_decode
+from training import chats as TRAIN_CHATS
 from training import data as DA
+from training import shards as SHARDS
 from parallelism import diloco as DL
 from parallelism.dist_env import has_fast_bf16
 from training import callbacks as CB
@@ -816,7 +818,7 @@ def fork_train(argv: list[str], rank: int, world: int, port: int, log: Path):
         sys.stderr = sys.stdout = open(log, "a", buffering=1)
         code = 70
         try:
-            code = T.main(argv)
+            code = train_main(*argv)
         except BaseException:
             traceback.print_exc()
         sys.stderr.flush()
@@ -20595,7 +20597,7 @@ def test_gguf_package_is_optional(monkeypatch, capsys):
 
 
 # --------------------------------------------------------------------------------------------------
-# data.py
+# data.py, shards.py, chats.py
 # --------------------------------------------------------------------------------------------------
 
 
@@ -20724,17 +20726,17 @@ DATA_BYTES = partial(partial, map, str.encode)  # a tokenizer, as tokenize's mak
 
 def data_write(folder: Path, documents=None, encode=DATA_BYTES, **more):
     how = dict(seq_len=16, pack=True, shard_tokens=300, about=DATA_ABOUT) | more
-    return DA.tokenize(data_texts() if documents is None else documents, encode, folder, **how)
+    return SHARDS.tokenize(data_texts() if documents is None else documents, encode, folder, **how)
 
 
 def data_files(folder: Path) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != DA.LOCK}
+    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != SHARDS.LOCK}
 
 
 @pytest.fixture
 def data_small_chunks(monkeypatch):
     """One document at a time is encoded."""
-    monkeypatch.setattr(DA, "_chunks", partial(DA._chunks, characters=1))
+    monkeypatch.setattr(SHARDS, "_chunks", partial(SHARDS._chunks, characters=1))
 
 
 @pytest.fixture(scope="module")
@@ -20746,7 +20748,7 @@ def data_folder(tmp_path_factory) -> Path:
 
 def test_data_shards_hold_the_documents(data_folder):
     """BOS text EOS of each, all predictions, in shards of their own documents alone."""
-    shards = DA.Shards(data_folder, DATA_ABOUT)
+    shards = SHARDS.Shards(data_folder, DATA_ABOUT)
     documents = [torch.tensor([DA.BOS, *text.encode(), DA.EOS]) for _, text in data_texts()]
     assert len(shards.maps) > 5 and shards.index == {"rows": len(shards), "documents": 120}
     rows = [shards.row(i) for i in range(len(shards))]
@@ -20765,7 +20767,7 @@ def test_data_shards_hold_the_documents(data_folder):
 @pytest.mark.slow
 def test_data_workers_write_the_same_bytes(data_folder, tmp_path, monkeypatch):
     """Two processes, chunks of a few documents: the shards of one process."""
-    monkeypatch.setattr(DA, "_chunks", partial(DA._chunks, characters=500))
+    monkeypatch.setattr(SHARDS, "_chunks", partial(SHARDS._chunks, characters=500))
     data_write(tmp_path, workers=2)
     assert data_files(tmp_path) == data_files(data_folder)
 
@@ -20784,7 +20786,7 @@ def test_data_interrupted_tokenization_resumes(data_folder, tmp_path, data_small
     with pytest.raises(ValueError, match=r"document d60: cannot be .* \(KeyError: 'a piece'"):
         data_write(tmp_path, encode=lambda: encode)
     with pytest.raises(ValueError, match="its writer failed: document d60"):
-        DA.Shards(tmp_path, DATA_ABOUT, timeout=1e9).row(10_000)
+        SHARDS.Shards(tmp_path, DATA_ABOUT, timeout=1e9).row(10_000)
     (tmp_path / ".000099-1.rows.7.tmp").write_bytes(b"half")
     written = {p: p.stat().st_mtime_ns for p in tmp_path.glob("*.rows")}
     done = int(max(written).stem.partition("-")[2])
@@ -20802,10 +20804,10 @@ def test_data_other_data_replaces_the_folder(tmp_path):
     one, other = {"of": ("texts", 1)}, {"of": ("others", 1)}
     data_write(tmp_path, about=one)
     with pytest.raises(ValueError, match="no process is writing it, and it was made from other"):
-        DA.Shards(tmp_path, other, timeout=0)
-    before = len(DA.Shards(tmp_path, one, timeout=0))
+        SHARDS.Shards(tmp_path, other, timeout=0)
+    before = len(SHARDS.Shards(tmp_path, one, timeout=0))
     assert data_write(tmp_path, data_texts(20), about=other)["documents"] == 20
-    after = DA.Shards(tmp_path, {"of": ["others", 1]}, timeout=0)
+    after = SHARDS.Shards(tmp_path, {"of": ["others", 1]}, timeout=0)
     assert len(after) < before and len([*tmp_path.glob("*.rows")]) == len(after.maps)
     with pytest.raises(ValueError, match="no documents"):
         data_write(tmp_path, [])
@@ -20818,9 +20820,9 @@ def test_data_readers_follow_a_living_writer(data_folder, tmp_path, data_small_c
     documents = (document for document in data_texts() if gate.acquire(timeout=20))
     writer = threading.Thread(target=data_write, args=(tmp_path, documents), daemon=True)
     writer.start()
-    beside = DA.Shards(tmp_path, DATA_ABOUT, block=2, timeout=5)
+    beside = SHARDS.Shards(tmp_path, DATA_ABOUT, block=2, timeout=5)
     beside.timeout = 0.1
-    stream = DA.Stream([beside], [1], 3, 4)
+    stream = SHARDS.Stream([beside], [1], 3, 4)
     read = lambda: rows.extend(stream.rows(step, range(4)) for step in range(25))
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
@@ -20835,7 +20837,7 @@ def test_data_readers_follow_a_living_writer(data_folder, tmp_path, data_small_c
     gate.release(200)
     writer.join(20)
     reader.join(20)
-    want = DA.Stream([DA.Shards(data_folder, block=2)], [1], 3, 4)
+    want = SHARDS.Stream([SHARDS.Shards(data_folder, block=2)], [1], 3, 4)
     assert len(beside) > 50
     for step, got in zip(range(25), rows, strict=True):
         assert torch.equal(got, want.rows(step, range(4)))
@@ -20843,10 +20845,10 @@ def test_data_readers_follow_a_living_writer(data_folder, tmp_path, data_small_c
 
 def test_data_readers_do_not_wait_for_a_dead_writer(data_folder, tmp_path):
     """Shards of a killed writer can be read, and the first that is missing is an error."""
-    for path in (*sorted(data_folder.glob("*.rows"))[:2], data_folder / DA.ABOUT):
+    for path in (*sorted(data_folder.glob("*.rows"))[:2], data_folder / SHARDS.ABOUT):
         shutil.copy(path, tmp_path)
-    shards = DA.Shards(tmp_path, timeout=0.1)
-    assert torch.equal(shards.row(3), DA.Shards(data_folder).row(3)) and not shards.finished
+    shards = SHARDS.Shards(tmp_path, timeout=0.1)
+    assert torch.equal(shards.row(3), SHARDS.Shards(data_folder).row(3)) and not shards.finished
     start = time.monotonic()
     with pytest.raises(ValueError, match="no process is writing it, and it is not finished"):
         shards.row(shards.row_offsets[-1])
@@ -20861,13 +20863,13 @@ def test_data_readers_of_later_sources_hear_of_a_failed_writer(tmp_path, monkeyp
     def fail(*args, **kwargs):
         raise ValueError("no space")
 
-    monkeypatch.setattr(DA, "tokenize", fail)
+    monkeypatch.setattr(SHARDS, "tokenize", fail)
     (tmp_path / "tokenizer.model").touch()
     args = SimpleNamespace(out=tmp_path, seq_len=8, pack=False, workers=2)
     with pytest.raises(ValueError, match="no space"):
         TX.write_shards(args, tiny(), {"a": tmp_path / "0", "b": tmp_path / "1"})
     with pytest.raises(ValueError, match="its writer failed: no space"):
-        DA.Shards(tmp_path / "1", timeout=1e9)
+        SHARDS.Shards(tmp_path / "1", timeout=1e9)
 
 
 @pytest.mark.slow
@@ -20914,17 +20916,17 @@ def test_data_killed_at_any_moment(data_folder, tmp_path, data_small_chunks):
 # ---- the stream ----
 
 
-def data_numbered(n: int, base: int = 0) -> DA.Rows:
-    return DA.Rows(torch.arange(base, base + n)[:, None].expand(n, 5))
+def data_numbered(n: int, base: int = 0) -> SHARDS.Rows:
+    return SHARDS.Rows(torch.arange(base, base + n)[:, None].expand(n, 5))
 
 
 def test_data_every_row_once_an_epoch():
     """Whatever the batch size; each epoch and seed in its own order."""
-    stream = DA.Stream([data_numbered(37)], [1], 5, 8)
+    stream = SHARDS.Stream([data_numbered(37)], [1], 5, 8)
     order = [int(stream.row(g)[0]) for g in range(3 * 37)]
     epochs = [order[i : i + 37] for i in range(0, 111, 37)]
     assert all(sorted(epoch) == list(range(37)) for epoch in epochs)
-    other = DA.Stream([data_numbered(37)], [1], 6, 37).rows(0, range(37))
+    other = SHARDS.Stream([data_numbered(37)], [1], 6, 37).rows(0, range(37))
     orders = [*epochs, other[:, 0].tolist(), list(range(37))]
     assert all(a != b for a, b in combinations(orders, 2)) and other.dtype == torch.int64
     batches = [stream.rows(s, range(8)) for s in range(13)]
@@ -20934,7 +20936,7 @@ def test_data_every_row_once_an_epoch():
 def test_data_ranks_share_one_stream(data_folder):
     """However many ranks, and asked in any order, the rows of a batch are those of one process."""
     other = torch.full((9, 17), 7, dtype=torch.int32)
-    stream = lambda: DA.Stream([DA.Shards(data_folder), DA.Rows(other)], [2, 1], 1, 24)
+    stream = lambda: SHARDS.Stream([SHARDS.Shards(data_folder), SHARDS.Rows(other)], [2, 1], 1, 24)
     one = stream()
     for ranks, step in product((1, 2, 3, 4, 8), (41, 3, 0)):
         parts = [stream().rows(step, range(rank, 24, ranks)) for rank in range(ranks)]
@@ -20943,8 +20945,8 @@ def test_data_ranks_share_one_stream(data_folder):
 
 def test_data_first_epoch_is_shuffled_in_blocks(data_folder):
     """Of this many shards each; later ones over all."""
-    shards = DA.Shards(data_folder, block=2)
-    n, stream = len(shards), DA.Stream([shards], [1], 0, 1)
+    shards = SHARDS.Shards(data_folder, block=2)
+    n, stream = len(shards), SHARDS.Stream([shards], [1], 0, 1)
     where = {tuple(shards.row(i).tolist()): i for i in range(n)}
     assert len(where) == n
     order = [where[tuple(stream.row(g).tolist())] for g in range(2 * n)]
@@ -20964,7 +20966,7 @@ def test_data_sources_have_exact_shares(weights, period):
     """In every period, each source exactly its share, in an order of its own; of each source every
     number in turn."""
     sources = [data_numbered(11, 100 * k) for k in range(len(weights))]
-    stream = DA.Stream(sources, weights, 2, 5)
+    stream = SHARDS.Stream(sources, weights, 2, 5)
     taken = [stream.source_of(g) for g in range(60 * period)]
     periods = [[k for k, _ in taken[i : i + period]] for i in range(0, len(taken), period)]
     for k, weight in enumerate(weights):
@@ -20977,10 +20979,10 @@ def test_data_sources_have_exact_shares(weights, period):
 
 
 def test_data_source_arguments():
-    given = ["a.jsonl=3", "b=c", "b=c=0.5", "x=.5", "y=2."]
-    parsed = [(source.path, source.weight) for source in DA.parse_sources(given)]
+    given = ["a.jsonl=3", "b=c", "d=c=0.5", "x=.5", "y=2."]
+    parsed = [(source.path, source.weight) for source in SHARDS.parse_sources(given)]
     half = Fraction(1, 2)
-    assert parsed == [("a.jsonl", 3), ("b=c", 1), ("b=c", half), ("x", half), ("y", 2)]
+    assert parsed == [("a.jsonl", 3), ("b=c", 1), ("d=c", half), ("x", half), ("y", 2)]
 
 
 # ---- chats ----
@@ -21011,7 +21013,7 @@ def data_read(rows, packed=False):
 def test_data_chat_loss_mask_covers_assistant_tokens():
     """With the text that ends its turn; prompts, other turns and what comes after are read; pieces
     of prompts alone are dropped."""
-    rows = lambda chats, *how: DA.chat_rows(chats, data_chatml, data_letters, *how)
+    rows = lambda chats, *how: TRAIN_CHATS.chat_rows(chats, data_chatml, data_letters, *how)
     assert data_read(rows([DATA_CHAT, DATA_CHAT[:2]], 100, False)) == [
         (data_chatml(DATA_CHAT, False), "yes?</>\n42</>\n"),
         (data_chatml(DATA_CHAT[:2], False), "yes?</>\n"),
@@ -21026,7 +21028,7 @@ def test_data_preference_pairs_are_two_rows():
     """Chosen first; completions are targets, with what ends them; strings or messages, and messages
     may repeat the prompt's."""
     pairs = [("hi", "yes", "no"), (DATA_CHAT[:3], DATA_CHAT[:4], "41")]
-    rows = lambda pairs, render, T: DA.preference_rows(pairs, render, data_letters, T)
+    rows = lambda pairs, render, T: TRAIN_CHATS.preference_rows(pairs, render, data_letters, T)
     chats, begin = rows(pairs, data_chatml, 80), "<user>hi</>\n<assistant>"
     longer = data_chatml(DATA_CHAT[:3], True)
     assert data_read(chats) == [
@@ -21110,14 +21112,15 @@ def data_refused():
     yield "8 tokens do not fit a row of 7", lambda: DA.encode_row(range(8), 0, 6)
     yield "1 to 8", lambda: DA.best_fit([3, 9], 8)
     yield "1 to 8", lambda: DA.best_fit([3, 0], 8)
-    yield "nothing to train on", lambda: DA.Rows(torch.zeros(0, 5))
+    yield "nothing to train on", lambda: SHARDS.Rows(torch.zeros(0, 5))
     for given, words in (("=3", "no path"), ("a=0", "greater than 0"), ("", "no path")):
-        yield words, partial(DA.parse_sources, [given])
+        yield words, partial(SHARDS.parse_sources, [given])
     two = [data_numbered(3)] * 2
     for weights in ([1, 0], [1], [1, -1]):
-        yield "weight", partial(DA.Stream, two, weights, 0, 1)
-    yield "round", partial(DA.Stream, two, [1.0000001, 1], 0, 1)
-    chats = lambda given, render: partial(DA.chat_rows, given, render, data_letters, 99, True)
+        yield "weight", partial(SHARDS.Stream, two, weights, 0, 1)
+    yield "round", partial(SHARDS.Stream, two, [1.0000001, 1], 0, 1)
+    chat_rows, preference_rows = TRAIN_CHATS.chat_rows, TRAIN_CHATS.preference_rows
+    chats = lambda given, render: partial(chat_rows, given, render, data_letters, 99, True)
     # a rendering that is no prefix of the next
     forgets = lambda messages, add: data_chatml(messages[-2:], add)
     thinks = lambda messages, add: data_chatml(messages, add) + ("<think>" if add else "")
@@ -21129,7 +21132,7 @@ def data_refused():
     yield "conversation 1: .*'a role'", chats([DATA_CHAT], refuses)
     yield "conversations: there are none", chats([], data_chatml)
     pairs = [("hi", "yes", "no"), (DATA_CHAT[:3], DATA_CHAT[:4], "41")]
-    pair_rows = lambda *given: partial(DA.preference_rows, given[0], None, data_letters, given[1])
+    pair_rows = lambda pairs, T: partial(preference_rows, pairs, None, data_letters, T)
     yield "pair 1: its prompt, 3 tokens, leaves no room", pair_rows(pairs[:1], 2)
     yield "pair 2: messages require a chat template", pair_rows(pairs, 80)
 
@@ -21922,37 +21925,44 @@ class MatmulFlops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-RC_PRECISIONS = {  # device, dtype of weights and stream, autocast, bytes of an element
-    "fp32": ("cpu", torch.float32, False, {}),
-    "autocast": ("cpu", torch.float32, True, dict(matmul_bytes=2)),
-    "bf16": ("cpu", torch.bfloat16, False, dict(residual_bytes=2)),
-    "bf16 autocast": ("cpu", torch.bfloat16, True, dict(residual_bytes=2, matmul_bytes=2)),
-    "meta": ("meta", torch.float32, False, {}),
+def rc_costs(N, C, Hq, Hkv, D, F, *, seq=0, residual=4, matmul=4, fused=True) -> dict:
+    """{mode: (bytes that a Llama block of N tokens saves, matmul FLOPs that it recomputes)}, with
+    bytes per element of the residual stream and of matmuls. Not fused: torch's MATH attention,
+    which repeats key heads and computes in fp32."""
+    q, kv, stream = matmul * Hq * D, matmul * Hkv * D, residual * C
+    casts = 5 if matmul != residual else 2  # inputs of the matmuls
+    norms = 2 * (4 * C + 4 + stream) + casts * matmul * C
+    attention = norms + 2 * q + 2 * kv + 4 * matmul * F  # q, k, v, o; gate, up, silu, product
+    core = 4 * Hq if fused else 4 * Hq * (3 * D + seq) - (q + 2 * kv)
+    selective = stream + kv + matmul * (C + F) + (q + 4 * Hq if fused else 0)
+    q, kv, up, scores = (2 * C * Hq * D, 2 * C * Hkv * D, 2 * C * F, 2 * seq * Hq * D)
+    costs = {
+        "none": (attention + core, 0),
+        "attention": (attention, scores),
+        "selective": (selective, q + kv + up + (0 if fused else scores)),
+        "full": (stream, 2 * (q + kv + up) + scores),
+    }
+    return {mode: (N * size, N * flops) for mode, (size, flops) in costs.items()}
+
+
+RC_PRECISIONS = {  # dtype of weights and stream, autocast, bytes per element
+    "fp32": (torch.float32, False, {}),
+    "autocast": (torch.float32, True, dict(matmul=2)),
+    "bf16": (torch.bfloat16, False, dict(residual=2, matmul=2)),
 }
 
 
 @pytest.mark.parametrize("precision", RC_PRECISIONS)
 @pytest.mark.parametrize("fused", [True, False], ids=["flash", "math"])
-@pytest.mark.parametrize("gated", [True, False], ids=["swiglu", "plain"])
-def test_recompute_bytes_and_flops_equal_the_formulas(precision, fused, gated):
-    """What a block of model.py keeps, to the byte, weights' casts too, and the FLOPs that its
-    backward pass has more than without recomputation."""
-    device, dtype, amp, how = RC_PRECISIONS[precision]
-    fused &= device == "cpu"  # on meta, torch takes MATH
+def test_recompute_bytes_and_flops_equal_the_formulas(precision, fused):
+    """What a block of model.py saves, to the byte, autocast's copies of weights too, and the FLOPs
+    that its backward pass has more than without recomputation."""
+    dtype, amp, how = RC_PRECISIONS[precision]
     config = M.ModelConfig(**RC_SHAPE)
-    block = M.Block(config, 0, False).to(device, dtype)
-    if not gated:
-        mlp = block.mlp
-        del mlp.gate_proj
-        mlp.forward = lambda x: mlp.down_proj(F.silu(mlp.up_proj(x)))
-    at = torch.arange(16, device=device)
+    block, at = M.Block(config, 0, False).to(dtype), torch.arange(16)
     rope = M.rope_cos_sin(config, at)
-    x = torch.randn(2, 16, 40, dtype=dtype, device=device, requires_grad=True)
-    sizes = 32, 40, 4, 2, 8, 48  # N, C, Hq, Hkv, D, F
-    how = dict(seq=16, gated=gated, fused=fused) | how
-    casts = 2 * sum(p.numel() for p in block.parameters() if p.dim() == 2)
-    with_casts = RC.block_bytes(*sizes, **how, cast_weights=precision == "autocast")
-    more = RC.block_flops(*sizes, seq=16, gated=gated, fused=fused)
+    x = torch.randn(2, 16, 40, dtype=dtype, requires_grad=True)
+    want = rc_costs(32, 40, 4, 2, 8, 48, seq=16, fused=fused, **how)
     flops = {}
     for mode in RC_BLOCK_MODES:
         forward = RC.checkpoint_wrapper(block.forward, mode)
@@ -21962,18 +21972,18 @@ def test_recompute_bytes_and_flops_equal_the_formulas(precision, fused, gated):
                 return forward(x, rope, at, M.causal_attention)
 
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION if fused else SDPBackend.MATH):
-            kept = RC.saved_bytes(run, [*block.parameters(), at, *rope])
+            saved = RC.saved_bytes(run, [*block.parameters(), at, *rope])
             loss = run().sum()
             with MatmulFlops() as ran:
                 loss.backward()
             with torch.no_grad():
                 assert RC.saved_bytes(run) == 0
         flops[mode] = ran.flops
-        has_casts = precision == "autocast" and mode in ("none", "attention")
-        assert kept == with_casts[mode], mode
-        assert kept - casts * has_casts == RC.block_bytes(*sizes, **how)[mode], mode
+        if amp and mode in ("none", "attention"):
+            saved -= 2 * sum(p.numel() for p in block.parameters() if p.dim() == 2)
+        assert saved == want[mode][0], mode
         skipped = 0.5 if mode == "attention" and not fused else 1  # the second of MATH's matmuls
-        assert flops[mode] - flops["none"] == skipped * more[mode], mode
+        assert flops[mode] - flops["none"] == skipped * want[mode][1], mode
 
 
 @pytest.mark.parametrize("layers", [0, 1, 2, 5, 10, 32])
@@ -22063,8 +22073,7 @@ def test_recompute_choose_is_exact():
 def test_recompute_choose_is_fast():
     """128 blocks of Llama 3 8B, alike, and all different, at every quarter of the range."""
     sizes, rng = (8192, 4096, 32, 8, 128, 14336), random.Random(0)
-    kept, again = RC.block_bytes(*sizes, residual_bytes=2), RC.block_flops(*sizes, seq=8192)
-    alike = [{m: (kept[m], again[m]) for m in kept}] * 128
+    alike = [rc_costs(*sizes, seq=8192, residual=2, matmul=2)] * 128
     vary = lambda size, flops: (int(size * rng.uniform(0.5, 2)), flops * rng.uniform(0.5, 2))
     other = [{m: vary(*cost) for m, cost in costs.items()} for costs in alike]
     start = time.process_time()
@@ -22074,6 +22083,7 @@ def test_recompute_choose_is_fast():
         modes = RC.choose_modes(costs, budget)
         assert sum(c[m][0] for c, m in zip(costs, modes, strict=True)) <= budget
     assert time.process_time() - start < 4
+    kept = {mode: size for mode, (size, _) in alike[0].items()}
     room = 128 * kept["full"] + 40 * (kept["selective"] - kept["full"])
     assert Counter(RC.choose_modes(alike, room)) == dict(selective=40, full=88)
 
@@ -22200,7 +22210,7 @@ rc_ranks = on_ranks("rc_ranks", RC_WORKS, limit=240)
 def test_recompute_gradients_of_ranks(name, rc_ranks):
     """Under fully_shard with bf16 parameters, and under tensor parallelism, whose collectives are
     made again: those of none, on every rank, in every mode."""
-    rc_ranks[name]
+    assert rc_ranks[name] == [None] * 4  # each rank has checked its results
 
 
 def test_recompute_mlp_in_chunks_keeps_bytes_independent_of_the_width():
@@ -22479,7 +22489,7 @@ cl_ranks = on_ranks("cl_ranks", CL_WORKS)
 @pytest.mark.parametrize("name", CL_WORKS)
 def test_chunked_loss_vocabulary_over_ranks(name, cl_ranks):
     """A vocabulary that is cut over four ranks gives the loss and gradients of the whole."""
-    cl_ranks[name]
+    assert cl_ranks[name] == [None] * 4  # each rank has checked its results
 
 
 # --------------------------------------------------------------------------------------------------
@@ -24939,7 +24949,7 @@ def test_tuning_one_example_in_16_is_validation():
     kept, _ = TX.train_val_split([[{"role": "user", "content": "x"}]] * 40 + [[]])
     assert 40 not in kept
     with pytest.raises(ValueError, match="^conversation 41: "):
-        DA.chat_rows({41: []}, lambda *a: "", lambda text: [], 8, False)
+        TRAIN_CHATS.chat_rows({41: []}, lambda *a: "", lambda text: [], 8, False)
 
 
 @pytest.mark.parametrize("reference", ["a frozen copy", "without adapters"])
@@ -24948,13 +24958,13 @@ def test_tuning_loss_does_not_depend_on_micro_batches(task, reference):
     """It and the numbers of a step are alignment.py's, of all rows and summed over ranks; the
     reference gets no gradient."""
     model, frozen = tuning_lora(), tuning_model(seed=4)
-    how = dict(kl=0.2, clip=0.1, clip_high=0.15) if task == "grpo" else {}
+    how = dict(kl=0.2) if task == "grpo" else {}
     how |= dict(reference=frozen if reference == "a frozen copy" else None)
     tuner = (tuning_grpo if task == "grpo" else tuning_dpo)(model, **how)
     batch = tuner.batch(0)
     with torch.no_grad():  # so that GRPO's ratios are not 1
         for p in model.parameters():
-            p.mul_(1.03)
+            p.mul_(1.1)
     whole, row = tuner.loss(model, batch, slice(0, len(batch))), tuner.row
     counts = torch.tensor([1, 1, 1, 1, 2, 1, 1, 2] if task == "grpo" else [1, 1, 2])
     tuner.all_reduce = lambda sums: sums * counts  # with another rank, whose numbers are all 0
@@ -24973,8 +24983,8 @@ def test_tuning_loss_does_not_depend_on_micro_batches(task, reference):
             ref = other if tuner.reference else TU.logprobs(model, batch)
     if task == "grpo":
         weights = TU.target_mask(batch).float()
-        args = new, tuner.old, ref, tuner.advantages, weights, 0.1, 0.15, 0.2
-        (want, stats), count = AL.grpo_loss(*args), weights.sum()
+        args = new, tuner.old, ref, tuner.advantages, weights
+        (want, stats), count = AL.grpo_loss(*args, kl=0.2), weights.sum()
         assert stats["clipped"] > 0
     else:
         sums = [x.sum(1)[i::2] for x in (new, ref) for i in (0, 1)]
@@ -25105,10 +25115,6 @@ def test_tuning_grpo_rows_are_a_function_of_seed_step_and_weights():
     assert not torch.equal(*prompts)
     long = [tuning_grpo(model, tasks=tuning_prompt(24), seed=seed).batch(0) for seed in (0, 1)]
     assert len({*map(tuple, torch.cat(long).tolist())}) > 24  # of 2 x 16 samples of one prompt
-    several = tuning_grpo(model, updates=2)  # steps per rollout
-    batches = [several.batch(step) for step in range(4)]
-    assert batches[0] is batches[1] and batches[2] is batches[3]
-    assert torch.equal(batches[0], rows[0]) and torch.equal(batches[2], rows[1])
 
 
 def test_tuning_grpo_rows_hold_prompt_answer_and_old_logprobs():
@@ -25159,7 +25165,7 @@ tuning_prompt = lambda n: [TU.Task("some", [1] * n, "")]
 tuning_sharded = SimpleNamespace(parameters=lambda: [SimpleNamespace(device_mesh=None)])  # DTensor
 for words, call in {
     "n must be 2 or more": lambda: tuning_grpo(n=1),
-    "updates must be": lambda: tuning_grpo(updates=0),
+    "max_new_tokens 32 leaves no room": lambda: tuning_grpo(max_new_tokens=32),
     "GRPO needs at least one prompt": lambda: tuning_grpo(tasks=[]),
     "'some' has 25 tokens.* from 1 to 24": lambda: tuning_grpo(tasks=tuning_prompt(25)),
     "'some' has 0 tokens": lambda: tuning_grpo(validation=tuning_prompt(0)),
@@ -34521,7 +34527,8 @@ def train_runs(corpus, tiny_config, tmp_path_factory) -> TrainRuns:
     for name in ("binary/x.bin", "only-a-head/draft_head.safetensors"):
         (folder / name).parent.mkdir()
         (folder / name).write_bytes(bytes(range(256)))
-    for name, text in {"empty.txt": " \n", "short.txt": "just a few words " * 3}.items():
+    texts = {"empty.txt": " \n", "short.txt": "just a few words " * 3, "exits.py": "exit()"}
+    for name, text in texts.items():
         (folder / name).write_text(text)
     runs = TrainRuns(folder=folder, corpus=corpus, tiny=tiny_config, small=SMALL)
     jobs = dict(name="train", rank=2, lr=2e-2), dict(name="b", rank=5, alpha=5.0, seed=3)
@@ -34712,8 +34719,17 @@ def test_train_lora_jobs_equal_each_alone(train_runs, tmp_path):
 
 
 LORA_JOB = dict(name="a", data=["x"], rank=2)
+
+
+def lora_jobs_file(text: str | bytes, use: Callable[[Path], object] = LJ.read_jobs) -> object:
+    with tempfile.NamedTemporaryFile(suffix=".jsonl") as f:
+        f.write(text if isinstance(text, bytes) else text.encode())
+        f.flush()
+        return use(Path(f.name))
+
+
 for words, line in {
-    "line 1: must be a JSON object": [1],
+    "line 1 is not a JSON object": [1],
     "line 1: rank is missing": dict(name="a", data=["x"]),
     "line 1: no field lora; has .*rank": LORA_JOB | dict(lora=2),
     "name must be of letters.* not '../a'": LORA_JOB | dict(name="../a"),
@@ -34724,15 +34740,17 @@ for words, line in {
     "line 2: name a is that of an earlier line": LORA_JOB,
 }.items():
     text = json.dumps(line) + ("\n" + json.dumps(line) if line == LORA_JOB else "")
-    path = SimpleNamespace(read_text=lambda text=text, **_: text)
-    REFUSED[f"lora jobs: {words}"] = partial(LJ.read_jobs, path), words
+    REFUSED[f"lora jobs: {words}"] = partial(lora_jobs_file, text), words
+for text in (b"\xff{}", "[" * 99_999):  # not UTF-8; nested too deeply
+    words = "jsonl: line 1 is not a JSON object"
+    REFUSED[f"lora jobs: {text[:2]}"] = partial(lora_jobs_file, text), words
 
 two_jobs = "\n".join(json.dumps(LORA_JOB | {"name": name}) for name in "ab")
-path = SimpleNamespace(read_text=lambda **_: two_jobs)
+few_rows = lambda path: LJ.build_job_datasets(
+    SimpleNamespace(lora_jobs=path, batch_size=2), None, SimpleNamespace(world=2)
+)
 REFUSED["lora jobs: fewer rows of a job than ranks"] = (
-    lambda args=SimpleNamespace(lora_jobs=path, batch_size=2): LJ.build_job_datasets(
-        args, None, SimpleNamespace(world=2)
-    ),
+    partial(lora_jobs_file, two_jobs, few_rows),
     "--batch-size 2 must be a multiple of the 2 jobs .* x 2 ranks",
 )
 
@@ -34804,6 +34822,7 @@ TRAIN_BAD = {  # flags -> words of the error, separated by "|"
     "--data {folder}/binary": "binary|no text",
     "--data {bad}": "bad|line 2|text",
     "--data {folder}/short.txt": "--data",
+    "--data {corpus} --data {corpus}=2": "corpus.jsonl=2|twice",
     "--model huge": "--model huge|small",
     "--device cuda:7": "--device cuda:7",
     "--resume": "--resume|nothing was saved",
@@ -34844,6 +34863,10 @@ TRAIN_BAD = {  # flags -> words of the error, separated by "|"
     "--task dpo --init {plain} --data {pairs} --batch-size 5": "--batch-size 5",
     "--task grpo --init {plain} --data {prompts} --batch-size 4": "--batch-size 4",
     "--task grpo --init {plain} --data {prompts} --zero 1": "--zero",
+    "--task grpo --init {plain} --data {prompts} --set num_generations=1": "num_generations|not 1",
+    "--task grpo --init {plain} --data {prompts} --reward {folder}/exits.py:f": "exits.py failed",
+    "--task grpo --init {plain} --data {prompts} --set max_new_tokens=999": "999|--seq-len",
+    "--task dpo --init {plain} --data {folder}/empty.txt": "empty.txt|no pairs",
     "--task sft --init {plain} --data {folder}": "--data|JSONL",
     "--diloco 3 --diloco-rendezvous x --steps 8": "--steps 8|--diloco 3",
     "--diloco 2 --diloco-rendezvous x --set outer_momentum=1": "--set outer_momentum",
@@ -34905,6 +34928,24 @@ def test_train_refuses_bad_flags_and_files(flags, train_runs, monkeypatch, capsy
     assert error.count("\n") == 1 and all(word in error for word in TRAIN_BAD[flags].split("|"))
     assert not list(new.glob("*.safetensors")) and not saved_steps(new)
     assert before == {p: at for p, at in files().items() if not p.is_relative_to(new)}
+
+
+@pytest.mark.parametrize("program", [T, TRIALS], ids=["train", "trials"])
+def test_train_out_of_memory_is_one_line(program, train_runs, tmp_path, monkeypatch, capsys):
+    """A failed allocation names the flags that help; any other RuntimeError is raised."""
+    argv = train_runs.argv("", tmp_path / "out") + ["--lrs", "1"] * (program is TRIALS)
+
+    def fail(*args):
+        raise RuntimeError(error)
+
+    monkeypatch.setattr(program, "init_distributed", fail)
+    error = "CUDA out of memory.\nTried to allocate 4 TiB"
+    assert program.main(argv) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "(CUDA out of memory.); " in said and "--" in said
+    error = "a bug"
+    with pytest.raises(RuntimeError, match=error):
+        program.main(argv)
 
 
 for flags, world, words in (
@@ -35400,7 +35441,8 @@ def test_train_moe_losses_and_bias_updates_balance_experts(kind):
             batch = random_tokens(config, 8, 65, seed=step)
             STEP.forward_backward(model, batch, 8, balance=balance)
             optimizer_step(model, optimizer, 1e-4 if kind == "bias" else 1e-3)
-            loads.append(balance.update())
+            balance.update()
+            loads.append(balance.row["worst_load"])
         return statistics.mean(loads[-5:])
 
     assert load(speed=0.0) > 1.4 and load(**dict(speed=0.0) | balancing) < 1.25
@@ -35425,9 +35467,11 @@ def test_train_moe_pyramid_counts_each_layers_own_experts():
     layers, balance = moe_layers(model), STEP.LoadBalancer(model, speed=0.5)
     assert [len(layer.expert_bias) for layer in layers] == [4, 8, 8]
     STEP.forward_backward(model, batch, 4, balance=balance)
-    worst, load = balance.update(), balance.expert_load()
+    balance.update()
+    load = balance.expert_load()
     assert [(len(row), sum(row)) for row in load] == [(4, 68), (8, 68), (8, 64)]
-    assert worst == pytest.approx(max(max(row) * len(row) / sum(row) for row in load))
+    worst = max(max(row) * len(row) / sum(row) for row in load)
+    assert balance.row["worst_load"] == pytest.approx(worst, abs=1e-3)
     assert balance.row["dead_experts"] == sum(row.count(0) for row in load)
     figure, row = MagicMock(), {"step": 1, "expert_load": load, **balance.row}
     MT.plot_experts(figure, figure, figure.heat, [row])  # a row of 8 for each layer
@@ -35873,7 +35917,7 @@ def sp_saved(env):
 def test_layout_sequence_parallel_keeps_the_formula_over_t(tmp_path):
     """Korthikanti et al., arXiv:2205.05198, 4.2.2: all bytes that a block keeps are divided by the
     ranks, the gathered inputs of attention and MLP among them."""
-    want = RC.block_bytes(64, 48, 8, 4, 16, 64)["none"]
+    want, _ = rc_costs(64, 48, 8, 4, 16, 64)["none"]
     for world in (2, 4):
         got = run_on_ranks(tmp_path / str(world), {"bytes": sp_saved}, world)["bytes"]
         assert got == [want / world] * world
@@ -38682,7 +38726,7 @@ def test_train_scale_the_time_of_a_step_includes_the_update(train_runs, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world, kills, steps", [(1, 30, 150), (4, 20, 60)])
+@pytest.mark.parametrize("world, kills, steps", [(1, 12, 60), (4, 8, 24)])
 def test_train_scale_kills_at_any_moment_lose_nothing(world, kills, steps, train_runs, tmp_path):
     """SIGKILL of one rank at random moments, --resume auto each time: the bits of a whole run."""
     more = f"--steps {steps} --save-every 2 --eval-every 1000 --resume auto"
@@ -38714,7 +38758,7 @@ def test_train_scale_kills_at_any_moment_lose_nothing(world, kills, steps, train
         if codes == [0] * world:  # it was through before the kill: once more
             shutil.rmtree(out)
             shutil.rmtree(tmp_path / "out.shm", ignore_errors=True)
-    assert killed == kills and len(done) > 5, log.read_text()[-3000:]
+    assert killed == kills and len(done) >= kills // 2, log.read_text()[-3000:]
     if codes != [0] * world:
         train_runs.on_ranks(flags("out"), out, world)
     assert_same_training(out, tmp_path / "whole")
@@ -38773,14 +38817,11 @@ def test_train_scale_replica_groups_equal_one_process(train_runs, tmp_path, ligh
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks, flags", [(1, ""), (2, "--zero 3")], ids=["one", "zero3"])
-def test_train_scale_a_killed_replica_group_comes_back(
-    ranks, flags, train_runs, tmp_path, lighthouse
-):
+def test_train_scale_a_killed_replica_group_comes_back(train_runs, tmp_path, lighthouse):
     """The other group goes on alone; restarted, it takes the other's state: the same bits."""
     lighthouse(1)
-    steps = 400 // ranks
-    flags += f" --steps {steps} --save-every 1000 --eval-every 1000"
+    steps, ranks = 200, 2
+    flags = f"--zero 3 --steps {steps} --save-every 1000 --eval-every 1000"
     written = lambda name: (tmp_path / name / "metrics.jsonl").exists()
     rows = lambda name: metrics(tmp_path / name) if written(name) else []
     start = lambda name, i: replica_group(train_runs.argv(flags, tmp_path / name), i, ranks)
@@ -38832,7 +38873,7 @@ TRAIN_LAYOUTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in TRAIN_LAYOUTS if name != "one"])
 def test_train_scale_a_run_resumes_under_any_other_layout(name, train_runs, tmp_path):
-    """In one process and in two other layouts: the same bits as from that state written whole by
+    """In one process and in another layout: the same bits as from that state written whole by
     one process. (Its own: the tests of interrupted runs.)"""
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
     shape = json.loads(train_runs["tiny"].read_text()) | heads
@@ -38851,7 +38892,7 @@ def test_train_scale_a_run_resumes_under_any_other_layout(name, train_runs, tmp_
     _, step, about = SD.saved_run(parts)
     T.Checkpoints(whole / SD.CHECKPOINTS, sync=True).save(step, SD.read_state(parts), about)
     many = [*TRAIN_LAYOUTS][1:] * 2
-    for other in ("one", *many[many.index(name) + 1 :][:2]):
+    for other in ("one", many[many.index(name) + 1]):
         ends = []
         for begin in (parts, whole):
             out = Path(shutil.copytree(begin, tmp_path / f"{begin.name} {other}"))
@@ -39188,7 +39229,7 @@ ck_ranks = on_ranks("ck_ranks", ck_works)
 @pytest.mark.parametrize("name", CHECKPOINT)
 def test_checkpoint_on_four_ranks(ck_ranks, name):
     """Any layout loads under any other; failures are known to all ranks and lose nothing."""
-    ck_ranks[name]
+    assert ck_ranks[name] == [None] * 4  # each rank has checked its results
 
 
 # ---- in one process ----
@@ -39694,7 +39735,7 @@ re_ranks = on_ranks("re_ranks", RECOVERY, setup=re_setup)
 @pytest.mark.parametrize("name", RECOVERY)
 def test_recovery_on_four_ranks(re_ranks, name):
     """Memory checkpoints survive losses, damage and restarts; the watchdog names the stuck rank."""
-    re_ranks[name]
+    assert re_ranks[name] == [None] * 4  # each rank has checked its results
 
 
 def test_recovery_memory_checkpoint_of_one_process(tmp_path):

@@ -352,6 +352,12 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as e:
         print(f"train.py: error: {e}", file=sys.stderr)
         return 2
+    except RuntimeError as e:
+        if "memory" not in str(e):
+            raise
+        why = f"out of memory ({str(e).splitlines()[0]}); see --recompute, --offload and --zero"
+        print(f"train.py: error: {why}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:  # before the first step; later, Ctrl-C saves and exits
         return 130
     finally:

@@ -180,7 +180,7 @@ def load_reward(name: str) -> Reward:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as e:  # user code may raise anything
+    except (Exception, SystemExit) as e:  # user code may raise anything
         raise ValueError(f"reward {name!r}: {path} failed: {type(e).__name__}: {e}") from e
     reward = getattr(module, function, None)
     _check(callable(reward), f"reward {name!r}: {path} has no function {function!r}")

@@ -103,11 +103,25 @@ def _on_each(name: str) -> Any:
     return call
 
 
+def _through_each(name: str) -> Any:
+    """The same, of methods that return a new value of their first argument, which is passed on."""
+
+    def call(self: Callbacks, value: Any, *args: Any) -> Any:
+        for callback in self.callbacks:
+            value = getattr(callback, name)(value, *args)
+        return value
+
+    return call
+
+
 class Callbacks(Callback):
     """Several callbacks, called in turn."""
 
     load, phase, after_step = _on_each("load"), _on_each("phase"), _on_each("after_step")
     failed, finish, close = _on_each("failed"), _on_each("finish"), _on_each("close")
+    start, before_step = _through_each("start"), _through_each("before_step")
+    reduce_gradients = _through_each("reduce_gradients")
+    after_update = _through_each("after_update")
 
     def __init__(self, callbacks: list[Callback], state: TrainState):
         self.callbacks, self.state = callbacks, state
@@ -115,29 +129,12 @@ class Callbacks(Callback):
     def restore(self, after: int) -> int | None:
         return next((s for c in self.callbacks if (s := c.restore(after)) is not None), None)
 
-    def start(self, step: int) -> int:
-        for callback in self.callbacks:
-            step = callback.start(step)
-        return step
-
-    def before_step(self, step: int) -> int:
-        for callback in self.callbacks:
-            step = callback.before_step(step)
-        return step
-
-    def reduce_gradients(self, losses: dict[str, float]) -> dict[str, float]:
-        for callback in self.callbacks:
-            losses = callback.reduce_gradients(losses)
-        return losses
-
     def vote(self) -> str | None:
         reasons = [callback.vote() for callback in self.callbacks]
         return next(filter(None, reasons), None)
 
-    def after_update(self, step: int, row: dict[str, Any]) -> int:
-        for callback in self.callbacks:
-            step = callback.after_update(step, row)
-        return step
+    def statistics(self) -> dict[str, Any]:
+        return {k: x for callback in self.callbacks for k, x in callback.statistics().items()}
 
     def checkpoint(self) -> tuple[dict[str, ShardedTensor], dict[str, Any]]:
         """The whole checkpoint: the training state and what the callbacks add."""
@@ -146,9 +143,6 @@ class Callbacks(Callback):
             more_tensors, more_metadata = callback.checkpoint()
             tensors, metadata = tensors | more_tensors, metadata | more_metadata
         return tensors, metadata
-
-    def statistics(self) -> dict[str, Any]:
-        return {k: x for callback in self.callbacks for k, x in callback.statistics().items()}
 
     @contextlib.contextmanager
     def dump_on_error(self) -> Iterator[None]:

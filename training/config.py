@@ -97,7 +97,7 @@ class TrainConfig(Settings):
     lora_merged: bool = rare(False, "merge adapters in exports")
     beta: float = rare(0.1, "dpo: penalty for leaving the model of --init", "positive")
     kl: float = rare(0.0, "grpo: coefficient of the KL divergence from --init", "0 or more")
-    num_generations: int = rare(8, "grpo: completions per prompt", "positive")
+    num_generations: int = rare(8, "grpo: completions per prompt", "2 or more")
     max_new_tokens: int = rare(64, "grpo: tokens per completion", "positive")
 
     # optimizer

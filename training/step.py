@@ -203,7 +203,7 @@ def forward_backward(
     more weight. An auxiliary loss is a mean over routed tokens, and every row has the same number
     of them, so each micro-batch counts by its share of the step's rows.
     """
-    tp, cp = layout.size("tp"), layout.size("cp")
+    cp = layout.size("cp")
     objective = objective or NextToken(layout=layout)
     count = layout.all_reduce_sum(objective.count(batch)) // (cp * layout.size("pp"))
     rows = len(batch) * layout.dp_size * cp
@@ -217,14 +217,13 @@ def forward_backward(
                 balance.recording = True
             with autocast():
                 sums = objective.loss(model, micro, slice(done, done + len(micro)), attend)
-                main, mtp = (x / count for x in sums) if isinstance(sums, tuple) else (
-                    sums / count, sums.new_zeros(())
-                )  # fmt: skip
+                sums = sums if isinstance(sums, tuple) else (sums, sums.new_zeros(()))
+                main, mtp = (x / count for x in sums)
             aux = main.new_zeros(())
             if balance is not None:
                 aux = balance.pop_losses() * (len(micro) / rows)
             # tp sums the gradients of MoE inputs, and each rank computes the whole aux loss
-            loss = main + MTP_WEIGHT * mtp + aux / tp
+            loss = main + MTP_WEIGHT * mtp + aux / layout.size("tp")
             (loss if scale == 1.0 else loss * scale).backward()
             totals += torch.stack((main, mtp, aux)).detach()
             done += len(micro)
@@ -298,14 +297,13 @@ class LoadBalancer:
         terms, self.terms, self.recording = self.terms, [], False
         return torch.stack(terms).sum() if terms else torch.zeros((), device=self.counts.device)
 
-    def update(self, layout: ParallelDims = SINGLE_PROCESS) -> float | None:
+    def update(self, layout: ParallelDims = SINGLE_PROCESS) -> None:
         """End of a step: update the expert biases; .last = token counts (MoE layers, E) of the step
-        over all ranks (-1: no such expert), .row = their statistics for metrics.jsonl. Returns the
-        load of the busiest expert over the mean, in the worst layer (1 is perfect; None: no MoE
-        layers)."""
+        over all ranks (-1: no such expert), .row = their statistics for metrics.jsonl, of which
+        worst_load is the load of the busiest expert over its layer's mean (1 is perfect)."""
         self.row: dict[str, Any] = {}
         if not len(self.counts):
-            return None
+            return
         self.last = layout.all_reduce_sum(self.counts.clone()).masked_fill_(self.absent, -1)
         self.counts.zero_()
         for i, layer in zip(self.rows, self.moe_layers):
@@ -317,7 +315,6 @@ class LoadBalancer:
             "load_entropy": round(stats["entropy"], 4),
             "dead_experts": int(stats["dead"]),
         }
-        return stats["max_over_mean"]
 
     def expert_load(self) -> list[list[int]]:
         """The token counts of the last step, by MoE layer and expert."""
