@@ -22682,6 +22682,9 @@ def test_lora_bad_files_are_refused(tmp_path):
         refuses(f"adapter_config.json: {field} is")
     (tmp_path / LO.CONFIG).write_text(json.dumps(json.loads(good) | {"r": 3}))
     refuses(r"lora_A.weight has shape \(2, 32\), not \(3, 32\)")
+    for field, words in (("r", "rank must be an integer"), ("lora_alpha", "alpha must be a number")):
+        (tmp_path / LO.CONFIG).write_text(json.dumps(json.loads(good) | {field: True}))
+        refuses(words)
     (tmp_path / LO.CONFIG).write_text(good)
     key = "base_model.model.layers.{}.mlp.up_proj.lora_B.weight".format
     one_missing = {k: t for k, t in tensors.items() if k != key(0)}
@@ -39287,6 +39290,7 @@ def test_checkpoint_large_tensors_are_written_in_rows(tmp_path, monkeypatch):
     x, keeper = torch.randn(10, 10), CK.Checkpoints(tmp_path, sync=True)
     halves = [((0, 0), (slice(0, 5),)), ((5, 0), (slice(5, 10),))]
     whole = {"x": x, "long": x.view(1, 100), "one": x[0, 0], "none": torch.zeros(0, 3), "two": x}
+    whole |= {"conj": torch.tensor([1 + 2j]).conj(), "neg": torch.tensor([1 + 2j]).conj().imag}
     keeper.save(1, whole | {"two": CK.ShardedTensor(x, x.shape, halves)}, {})
     path = tmp_path / "step-00000001"
     saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
@@ -39739,7 +39743,11 @@ def test_recovery_on_four_ranks(re_ranks, name):
 
 
 def test_recovery_memory_checkpoint_of_one_process(tmp_path):
-    """No partner: put, a full disk, get and clear."""
+    """No partner: put, a full disk, get and clear, in a folder of which other files are kept."""
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    others = [tmp_path / "a" / "b" / name for name in ("model.pt", "1-2.pt", "notes.tmp")]
+    for path in others:
+        path.touch()
     memory = re_memory(tmp_path / "a" / "b", 0)
     re_restores(memory, None, 0)
     memory.put(1, re_state(0, 1), {"rank": 0})
@@ -39751,11 +39759,11 @@ def test_recovery_memory_checkpoint_of_one_process(tmp_path):
             memory.put(2, re_state(0, 2), {"rank": 0})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert re_names(memory.folder) == ["00000001-0-0.pt"]
+    assert [p.name.split("-", 1)[1] for p in memory._copies()] == ["00000001-0-0.pt"]
     memory.put(2, re_state(0, 2), {"rank": 0})
     re_restores(memory, 2, 0)
     memory.clear()
-    assert memory.newest() is None and re_names(memory.folder) == []
+    assert memory.newest() is None and sorted(memory.folder.iterdir()) == sorted(others)
 
 
 class HostCopies(OnGPU):

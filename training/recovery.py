@@ -73,6 +73,8 @@ def _check(condition: bool, message: str) -> None:
 # --------------------------------------------------------------------------------------------------
 
 CHUNK = 32 * 2**20  # bytes per message
+# restart generation, step, owner, holder
+COPY_NAME = re.compile(r"(\d+)-(\d{8,})-\d+-\d+\.(pt|tmp)")
 # restart generation, step, key, file name, bytes
 CopyInfo = tuple[int, int, str, str, int]
 Plan = list[tuple[int, str, int]]  # per rank: (rank that has its state, file name, bytes)
@@ -197,7 +199,7 @@ class MemoryCheckpoint:
         self.world = dist.get_world_size(group) if distributed else 1
         self.folder, self.key, self.group = Path(folder), key, group
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for path in self.folder.glob("*.tmp"):  # left by a killed process; no rank writes yet
+        for path in self._copies("tmp"):  # left by a killed process; no rank writes yet
             path.unlink(missing_ok=True)
         generations = [generation for generation, _ in self._list_saved()]
         self.restart_generation = max(self._gather(max([*generations, int(time.time())]))) + 1
@@ -235,7 +237,7 @@ class MemoryCheckpoint:
         """The newest step of which an intact copy exists for every rank's key, or None: the keys or
         the world size differ, or two partners were lost together."""
         copies: list[CopyInfo] = []
-        for path in sorted(self.folder.glob("*.pt")):
+        for path in sorted(self._copies()):
             header = self._header(path)
             if header is not None and header["world"] == self.world:
                 version = header["generation"], header["step"]
@@ -273,7 +275,7 @@ class MemoryCheckpoint:
     def clear(self) -> None:
         """Delete all copies: at the end of a run, because tmpfs uses memory, and before a run that
         starts from an older state on purpose."""
-        for path in self.folder.glob("*.pt"):
+        for path in self._copies():
             path.unlink(missing_ok=True)
 
     def _save(self, step: int, tensors: Mapping, metadata: Mapping, in_order: bool = True) -> int:
@@ -323,9 +325,13 @@ class MemoryCheckpoint:
     def _path(self, step: int, owner: int) -> Path:
         return self.folder / f"{self.restart_generation}-{step:08d}-{owner}-{self.rank}.pt"
 
+    def _copies(self, suffix: str = "pt") -> list[Path]:
+        """The copies in the folder, which may have other files too."""
+        return [p for p in self.folder.glob(f"*.{suffix}") if COPY_NAME.fullmatch(p.name)]
+
     def _list_saved(self) -> list[tuple[int, int]]:
-        """(restart generation, step) of the files in the folder, newest first."""
-        names = [path.name.split("-")[:2] for path in self.folder.glob("*.pt")]
+        """(restart generation, step) of the copies in the folder, newest first."""
+        names = [path.name.split("-")[:2] for path in self._copies()]
         return sorted({(int(generation), int(step)) for generation, step in names}, reverse=True)
 
     def _gather(self, value: Any) -> list[Any]:
