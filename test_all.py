@@ -235,6 +235,7 @@ from training import optimizers as OP
 from training import recompute as RC
 from training import python_text as PT
 from training import recovery as RE
+from training import watchdog as WD
 from generation import sampling as S
 from generation import structured as GR
 from generation import json_schema as JS
@@ -9662,7 +9663,7 @@ ALONE_SLOW = [
     ("energy", "", "installed", "(no energy counter|W)"),
     ("moe", "", "installed missing", r"(.*\n){5}"),
     ("moe", "", "interpreted", r"\A.*\n\Z"),
-    ("chunked_loss recompute", "", "installed", ""),
+    ("chunked_loss recompute watchdog", "", "installed", ""),
     # the tables of these take minutes
     ("alignment data lora offload optimizers token_windows", "check()", "installed", ""),
     ("gemm sparse", "check('cpu')", "missing interpreted", ""),
@@ -35097,6 +35098,21 @@ def test_train_losses_and_gradient_equal_their_definition(config):
         )
 
 
+def test_train_readme_shows_an_objective_that_works():
+    """training/README.md's label smoothing, as it is pasted into objectives.py."""
+    text = (REPO / "training" / "README.md").read_text()
+    space = dict(vars(importlib.import_module("training.objectives")))
+    exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], space)
+    model, batch = random_model(tiny()), random_tokens(tiny(), 3, 9)
+    batch[0, 5:] = DA.PAD
+    objective = space["LabelSmoothing"](layout=STEP.SINGLE_PROCESS)
+    got = STEP.forward_backward(model.requires_grad_(), batch, 2, objective=objective)["loss"]
+    logps = model(batch.clamp(min=0)[:, :-1]).log_softmax(-1)
+    chosen = logps.gather(-1, batch.clamp(min=0)[:, 1:, None])[..., 0]
+    loss = -(0.9 * chosen + 0.1 * logps.mean(-1))
+    assert got == pytest.approx(loss[batch[:, 1:] >= 0].mean().item(), rel=1e-5)
+
+
 def test_train_learning_rates(train_runs):
     """A run follows its schedule's flags; a task has its own default unless --lr is given."""
     wsd = "--lr-schedule wsd --warmup-steps 2 --set decay_steps=2"
@@ -39402,7 +39418,7 @@ REFUSED |= {
 
 
 # --------------------------------------------------------------------------------------------------
-# recovery.py
+# recovery.py, watchdog.py
 # --------------------------------------------------------------------------------------------------
 
 # ---- harness ----
@@ -39622,7 +39638,7 @@ def re_watchdog(env, name, **options):
     """(watchdog, its reports)"""
     reports, options = [], dict(timeout=0.6, first_timeout=0.6) | options
     calls = dict(report=reports.append, on_hang=lambda: None)
-    return RE.Watchdog(dist.PrefixStore(name, env.store), env.rank, 4, **calls, **options), reports
+    return WD.Watchdog(dist.PrefixStore(name, env.store), env.rank, 4, **calls, **options), reports
 
 
 def re_reported(env, reports, name, ranks=range(4)):
@@ -39689,7 +39705,7 @@ def recovery_case_exited_rank_is_named(env):
 
 def recovery_case_busy_and_waiting_times(env):
     """Rank 2 works for 60 ms a step where the others do for 10: it is the straggler."""
-    watch = RE.Watchdog(None, 0, 1, timeout=30.0, first_timeout=30.0, report=print, on_hang=int)
+    watch = WD.Watchdog(None, 0, 1, timeout=30.0, first_timeout=30.0, report=print, on_hang=int)
     dist.barrier()
     watch.wait_times()
     start = time.perf_counter()
@@ -39702,7 +39718,7 @@ def recovery_case_busy_and_waiting_times(env):
     watch.close()
     assert abs(waiting + busy - passed) < 0.05
     assert waiting < 0.4 * passed if env.rank == 2 else waiting > 0.5 * passed
-    text = RE.stragglers(rows)
+    text = WD.stragglers(rows)
     assert "time): rank 2 (" in text and text.count("rank") == 1
 
 
@@ -39729,7 +39745,7 @@ def recovery_case_suspended_rank_is_named(env):
 
 
 def re_setup(env):
-    RE.STORE_TIMEOUT = 2.0  # a loaded machine answers later than an idle one
+    WD.STORE_TIMEOUT = 2.0  # a loaded machine answers later than an idle one
 
 
 RECOVERY = cases_named("recovery_case_")
@@ -39880,7 +39896,7 @@ def test_recovery_killed_at_any_moment(tmp_path):
 def test_recovery_waiting_thread_is_recognized(files, line, waits, tmp_path):
     """By the innermost line: of a thread in the first of `files`, called from those after it."""
     seen, call = [], None
-    look = lambda *args: seen.append(RE._is_waiting(sys._getframe(1)))
+    look = lambda *args: seen.append(WD._is_waiting(sys._getframe(1)))
     x = type("X", (), {"__getattr__": lambda self, name: look})()
     for number, name in enumerate(files.split()):
         path = tmp_path / name
@@ -39891,7 +39907,7 @@ def test_recovery_waiting_thread_is_recognized(files, line, waits, tmp_path):
         call = partial(space["run"], call=call)
     linecache.clearcache()
     call(x)
-    assert seen == [waits] and not RE._is_waiting(None)
+    assert seen == [waits] and not WD._is_waiting(None)
 
 
 @pytest.mark.parametrize(
@@ -39914,7 +39930,7 @@ def test_recovery_waiting_for_the_own_gpu_is_work(status, line, waits, tmp_path,
     monkeypatch.setattr(at, "_dump_nccl_trace_json", dump, raising=False)
     seen, path, space = [], tmp_path / "loop.py", {}
     x = type("X", (), {"__getattr__": lambda self, name: look})()
-    look = lambda: seen.append(RE._is_waiting(sys._getframe(1)))
+    look = lambda: seen.append(WD._is_waiting(sys._getframe(1)))
     path.write_text(f"def run(x):\n    {line}\n")
     exec(compile(path.read_text(), str(path), "exec"), space)
     linecache.clearcache()
@@ -39924,12 +39940,12 @@ def test_recovery_waiting_for_the_own_gpu_is_work(status, line, waits, tmp_path,
 
 def test_recovery_stragglers():
     """Ranks busy more than 10% of the time longer than the median are named, and only they."""
-    assert RE.stragglers([(0.0, 1.0)]) is None and RE.stragglers([(0.0, 0.0)] * 2) is None
-    assert RE.stragglers([(0.1, 1.0), (0.0, 1.1), (0.1, 1.0), (0.0, 1.1)]) is None
-    assert RE.stragglers([(9.9, 0.1), (9.8, 0.2), (9.9, 0.1)]) is None  # twice as long, but 1%
-    text = RE.stragglers([(1.0, 1.0), (0.0, 2.0), (1.0, 1.0), (1.0, 1.0)])
+    assert WD.stragglers([(0.0, 1.0)]) is None and WD.stragglers([(0.0, 0.0)] * 2) is None
+    assert WD.stragglers([(0.1, 1.0), (0.0, 1.1), (0.1, 1.0), (0.0, 1.1)]) is None
+    assert WD.stragglers([(9.9, 0.1), (9.8, 0.2), (9.9, 0.1)]) is None  # twice as long, but 1%
+    text = WD.stragglers([(1.0, 1.0), (0.0, 2.0), (1.0, 1.0), (1.0, 1.0)])
     assert text == "busy longer than the others (1.00 s, waiting 50% of the time): rank 1 (2.00 s)"
-    assert "0 (1.12 s)" in RE.stragglers([(0, 1.12), (0.12, 1)])
+    assert "0 (1.12 s)" in WD.stragglers([(0, 1.12), (0.12, 1)])
 
 
 def re_row(**changes):
@@ -39954,17 +39970,17 @@ def test_recovery_find_culprit(changes, culprit, why):
     """The stuck rank of three: stopped ones first, then busy ones, then those furthest behind."""
     rows = lambda beat: {r: re_row(beat=beat) for r in range(3)}
     after = {r: row | (changes.get(r) or {}) for r, row in rows(2).items()}
-    found = RE.find_culprit(rows(1), after, 4 if 3 in changes else 3)
+    found = WD.find_culprit(rows(1), after, 4 if 3 in changes else 3)
     assert list(found) == ([] if culprit is None else [culprit])
     assert all(why in text for text in found.values())
     late = {r: row for r, row in rows(1).items() if r}  # rank 0 came between the looks
-    assert RE.find_culprit(late, rows(2), 3) == {}
+    assert WD.find_culprit(late, rows(2), 3) == {}
 
 
 def test_recovery_reports_of_many_ranks_are_short():
     """Of a thousand ranks, 16 are listed in each line."""
     after = {r: re_row(beat=2, waits=r < 900, stack=f"at{r}") for r in range(1000)}
-    text = RE._hang_report(5, {r: re_row() for r in range(1000)}, after, 1000)
+    text = WD._hang_report(5, {r: re_row() for r in range(1000)}, after, 1000)
     assert len(text.splitlines()) == 1 + 2 * 16 + 2 and "rank 915 " in text and "at915" in text
     assert "waits, for 1.0 s: rank 0, 1, 2," in text and text.endswith("15, ...")
 
@@ -39973,7 +39989,7 @@ def test_recovery_watchdog_of_one_process():
     """A phase, not a step, has the limit; none before the first step, another one in it."""
     reports, hung = [], threading.Event()
     calls = dict(report=reports.append, on_hang=hung.set)
-    watch = RE.Watchdog(None, 0, 1, timeout=0.1, first_timeout=60, **calls)
+    watch = WD.Watchdog(None, 0, 1, timeout=0.1, first_timeout=60, **calls)
     time.sleep(0.25)  # before the first step
     for step in (5, 6):
         for phase in "ab":  # 0.1 s a step, but none in one phase
@@ -39985,7 +40001,7 @@ def test_recovery_watchdog_of_one_process():
     assert "step 7, c" in reports[0] and "stuck: rank 0 is not waiting" in reports[0]
     watch.close()
     assert not any(thread.is_alive() for thread in watch.threads)
-    first = RE.Watchdog(None, 0, 1, timeout=60, first_timeout=0.1, **calls)
+    first = WD.Watchdog(None, 0, 1, timeout=60, first_timeout=0.1, **calls)
     hung.clear()
     first.beat(0, "compile")
     assert hung.wait(5) and "step 0, compile" in reports[1]
@@ -39996,7 +40012,7 @@ def test_recovery_a_wait_that_an_exception_ends_is_not_a_hang(monkeypatch):
     """Closed while its own hang is diagnosed, as when a collective fails because a peer ended."""
     reports = []
     calls = dict(report=reports.append, on_hang=int)
-    watch = RE.Watchdog(None, 0, 1, timeout=0.1, first_timeout=0.1, **calls)
+    watch = WD.Watchdog(None, 0, 1, timeout=0.1, first_timeout=0.1, **calls)
     diagnosed = threading.Event()
     monkeypatch.setattr(watch, "_diagnose", lambda: (watch._over.set(), diagnosed.set()))
     watch.beat(1, "a")
@@ -40008,9 +40024,9 @@ def test_recovery_a_wait_that_an_exception_ends_is_not_a_hang(monkeypatch):
 def test_recovery_a_suspended_process_is_not_a_hang(monkeypatch):
     """A clock that jumps by 1000 s counts as one second."""
     reports, jump, real = [], [0.0], time.perf_counter
-    monkeypatch.setattr(RE.time, "perf_counter", lambda: real() + jump[0])
+    monkeypatch.setattr(WD.time, "perf_counter", lambda: real() + jump[0])
     calls = dict(report=reports.append, on_hang=int)
-    watch = RE.Watchdog(None, 0, 1, timeout=5.0, first_timeout=5.0, **calls)
+    watch = WD.Watchdog(None, 0, 1, timeout=5.0, first_timeout=5.0, **calls)
     watch.beat(1, "a")
     time.sleep(0.05)
     jump[0] = 1000.0
@@ -40156,7 +40172,7 @@ def test_recovery_guard_resumes():
         assert b.state_dict() == one.state_dict()
 
 
-re_watch = partial(RE.Watchdog, first_timeout=1, report=print, on_hang=int)
+re_watch = partial(WD.Watchdog, first_timeout=1, report=print, on_hang=int)
 REFUSED |= {
     "recovery: ranks without a store": (lambda: re_watch(None, 0, 2, timeout=1), "store = None"),
     "recovery: no timeout": (lambda: re_watch(None, 0, 1, timeout=0), "timeout = 0"),

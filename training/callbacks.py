@@ -2,8 +2,8 @@
 
 train.py's loop calls `phase` as each phase of a step begins, `after_update` when the weights have
 changed, `after_step` when the step is logged and saved, `statistics` at each validation. A callback
-overrides what it needs. recovery.py, diloco.py and metrics.py have the mechanisms; this file joins
-them to the loop.
+overrides what it needs. recovery.py, watchdog.py, diloco.py and metrics.py have the mechanisms;
+this file joins them to the loop.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ from training.build import offload_folder
 from training.checkpoint import CheckpointInfo, Checkpoints, ShardedTensor, read_full_tensors
 from training.config import TrainConfig
 from training.metrics import PeakMemory, log, profile_step
-from training.recovery import MemoryCheckpoint, Watchdog, stragglers
+from training.recovery import MemoryCheckpoint
 from training.state import TrainState
+from training.watchdog import Watchdog, stragglers
 
 RUN_ID = "run.id"  # file in OUT with a random id of the run
 SIGTERM_GRACE = 10.0  # seconds for a step to finish after SIGTERM before the state is dumped
