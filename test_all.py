@@ -35633,11 +35633,7 @@ def unbalanced_init(train_runs) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "world, flags",
-    [
-        (2, "--ep 2"),
-        (4, "--ep 2 --set ep_chunks=3"),
-        (4, "--ep 4 --set ep_node_size=2 --set ep_chunks=2"),
-    ],
+    [(4, "--ep 2 --set ep_chunks=3"), (4, "--ep 4 --set ep_node_size=2 --set ep_chunks=2")],
 )
 def test_train_moe_expert_parallelism_equals_one_process(
     world, flags, train_runs, unbalanced_init, tmp_path

@@ -14,10 +14,10 @@
     python train.py --init checkpoints/small --task draft-head --out runs/head
                                                  a draft head for speculative decoding
 
-training/config.py has every flag and which go together; train() is the program from data to the
-last checkpoint, with one loop. Another loss is an objective (training/step.py),
-another optimizer a branch of build_optimizer (training/build.py), another reaction to a failure a
-callback (training/callbacks.py).
+training/config.py has every flag and which go together; Trainer builds the parts of a run, and its
+loop() is the one loop. Another loss is an objective (training/step.py), another optimizer a branch
+of build_optimizer (training/build.py), another reaction to a failure a callback
+(training/callbacks.py).
 
 OUT holds metrics.jsonl and checkpoints/; when the run ends or is stopped, it is also a Hugging Face
 folder (config.json, model.safetensors in bf16, tokenizer) that generate.py and transformers open.
@@ -74,11 +74,6 @@ from training.recovery import Diverged, Guard, stop_on_signals
 from training.replica_groups import ReplicaGroup
 from training.state import CHECKPOINTS, TrainState, export, restore_settings
 from training.step import LoadBalancer, clip_gradients, forward_backward, make_attend
-
-
-# --------------------------------------------------------------------------------------------------
-# The program
-# --------------------------------------------------------------------------------------------------
 
 
 def train(config: TrainConfig) -> None:
@@ -263,7 +258,7 @@ class Trainer:
             log(self.env, text)
 
     def close(self) -> None:
-        """Also after an error."""
+        """End threads and connections, also after an error."""
         if self.bar is not None:
             self.bar.close()
         if self.env.world == 1:  # with more ranks, one may be dead and this would hang

@@ -383,18 +383,21 @@ def check_combinations(config: TrainConfig) -> None:
     if c.min_lr_factor > 1 or c.outer_momentum >= 1:
         name = "outer_momentum" if c.outer_momentum >= 1 else "min_lr_factor"
         raise ValueError(f"{c.shown(name)} must be from 0 to 1, not {getattr(c, name)}")
-    if c.offload != "cpu" and (c.offload or "x").lower() == "cpu" or c.offload == "":
+    if c.offload not in (None, "cpu") and c.offload.lower() in ("", "cpu"):
         raise ValueError(f"--offload {c.offload}: must be cpu or a folder")
     if c.task == "grpo" and c.zero and not c.distributed_optimizer:
         raise ValueError(
             "--task grpo cannot be combined with --zero: it generates with unsharded weights"
         )
-    for name, factor, needed in (
-        ("batch_size", 2 if c.task == "dpo" else 1, "2 with --task dpo: a pair is two rows"),
-        ("micro_batch_size", 2 if c.task == "dpo" else 1, "2 with --task dpo"),
-        ("batch_size", c.num_generations if c.task == "grpo" else 1, "--set num_generations"),
-        ("steps", c.diloco or 1, f"--diloco {c.diloco}"),
-    ):
+    multiples = []
+    if c.task == "dpo":
+        multiples += [("batch_size", 2, "2 with --task dpo: a pair is two rows")]
+        multiples += [("micro_batch_size", 2, "2 with --task dpo")]
+    if c.task == "grpo":
+        multiples += [("batch_size", c.num_generations, "--set num_generations")]
+    if c.diloco is not None:
+        multiples += [("steps", c.diloco, f"--diloco {c.diloco}")]
+    for name, factor, needed in multiples:
         if getattr(c, name) % factor:
             raise ValueError(f"{c.shown(name)} {getattr(c, name)} must be a multiple of {needed}")
     if c.task == "draft-head" and c.seq_len < NUM_DRAFT_TOKENS + 2:

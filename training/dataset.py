@@ -127,7 +127,8 @@ def build_dataset(args: TrainConfig, config: ModelConfig, env: DistEnv) -> Datas
 def prepare_text(args: TrainConfig, config: ModelConfig, env: DistEnv) -> Dataset:
     """The data set of --task text. Rank 0 writes OUT's tokenizer and token files; with --workers a
     thread continues to tokenize during training. Collective."""
-    paths = [s.path for s in shards.parse_sources(args.data or ())] or [None]
+    given = shards.parse_sources(args.data or ())
+    paths = [source.path for source in given] or [None]
 
     def write() -> None:
         for failed in args.out.glob(f"data/*/{shards.FAILED}"):  # of an earlier start
@@ -146,12 +147,12 @@ def prepare_text(args: TrainConfig, config: ModelConfig, env: DistEnv) -> Datase
         return Dataset(rows, validation, len(tokens), len(tokens))
     folders = {path: args.out / "data" / str(i) for i, path in enumerate(paths)}
     if env.rank == 0:
-        write = partial(write_shards, args, config, folders)
-        threading.Thread(target=write, daemon=True).start() if args.workers else write()
+        tokenize = partial(write_shards, args, config, folders)
+        threading.Thread(target=tokenize, daemon=True).start() if args.workers else tokenize()
     # no timeout: another source may be written first; a failed writer is reported
     open_shards = lambda path: shards.Shards(folders[path], shard_metadata(args, path), timeout=1e9)
     sources = [open_shards(path) for path in folders]
-    weights = [s.weight for s in shards.parse_sources(args.data or ())] or [1]
+    weights = [source.weight for source in given] or [1]
     stream = shards.Stream(sources, weights, args.seed, B)
     finished = all(source.finished for source in sources)
     fingerprint = [len(source) for source in sources] if finished else None

@@ -127,8 +127,9 @@ class Metrics:
             self.board = summary_writer()(out / "tensorboard", purge_step=first + 1)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        is_nan = lambda x: isinstance(x, float) and not math.isfinite(x)  # JSON has no NaN, no inf
-        self.file.write(json.dumps({k: str(x) if is_nan(x) else x for k, x in row.items()}) + "\n")
+        is_json = lambda x: not isinstance(x, float) or math.isfinite(x)  # JSON has no NaN, no inf
+        values = {name: x if is_json(x) else str(x) for name, x in row.items()}
+        self.file.write(json.dumps(values) + "\n")
         self.file.flush()
         for name, value in row.items() if self.board else ():
             if isinstance(value, (int, float)) and name != "step":

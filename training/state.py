@@ -24,16 +24,8 @@ from huggingface.weights import hf_modules, load_checkpoint, save_checkpoint
 from model import ModelConfig, Transformer
 from parallel import to_local
 from parallelism.parallel_dims import ParallelDims
-from training.checkpoint import (
-    CheckpointInfo,
-    Checkpoints,
-    ShardedTensor,
-    checkpoint_path,
-    flat_regions,
-    list_steps,
-    read_full_tensors,
-    read_user_metadata,
-)
+from training.checkpoint import CheckpointInfo, Checkpoints, ShardedTensor, checkpoint_path
+from training.checkpoint import flat_regions, list_steps, read_full_tensors, read_user_metadata
 from training.config import DRAFT_HEAD, FIXED, RESTORED, SAVED_AS, TrainConfig
 from training.config import check_combinations
 from training.flags import check_limits
@@ -47,14 +39,14 @@ CHECKPOINTS = "checkpoints"
 
 class TrainState:
     """Parameters, buffers and optimizer states under a layout, with the few numbers that a run also
-    resumes from. updates: the number of optimizer steps taken; config None: AdamW."""
+    resumes from. updates: the number of optimizer steps taken."""
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: Any,
         layout: ParallelDims,
-        config: TrainConfig | None = None,
+        config: TrainConfig = TrainConfig(),
         guard: Guard | None = None,
         scaler: LossScaler | None = None,
         fingerprint: Any = None,
@@ -63,8 +55,8 @@ class TrainState:
         self.config, self.guard, self.scaler = config, guard, scaler
         self.fingerprint = fingerprint  # of the data; None: not known yet
         self.trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        kind = "adamw" if config is None else config.optimizer
-        self.moments = {p: moment_names(kind, name, p) for name, p in self.trainable.items()}
+        named = self.trainable.items()
+        self.moments = {p: moment_names(config.optimizer, name, p) for name, p in named}
 
     def metadata(self) -> dict[str, Any]:
         """The JSON that a checkpoint stores in addition to its tensors."""
@@ -136,7 +128,7 @@ class TrainState:
         optional = ["outer.state"] if "outer" in found.metadata else []  # DiLoCoWorker loads it
         saver.load(found, tensors, optional=optional)
         self.sync_after_load()
-        if self.config is not None:
+        if self.guard is not None:
             self.load_metadata(found.metadata, found.step)
 
     @torch.no_grad()
