@@ -34737,6 +34737,7 @@ for words, line in {
     "line 1: rank is missing": dict(name="a", data=["x"]),
     "line 1: no field lora; has .*rank": LORA_JOB | dict(lora=2),
     "name must be of letters.* not '../a'": LORA_JOB | dict(name="../a"),
+    "name checkpoints is taken": LORA_JOB | dict(name="checkpoints"),
     "data must be a list of paths, not 'x'": LORA_JOB | dict(data="x"),
     "rank must be an integer above 0, not 0": LORA_JOB | dict(rank=0),
     "lr must be a number above 0, not nan": LORA_JOB | dict(lr=math.nan),

@@ -71,6 +71,7 @@ class LoRAJob:
     def __post_init__(self):
         ok = isinstance(self.name, str) and re.fullmatch(r"[A-Za-z0-9][\w-]*", self.name)
         _check(ok, f"name must be of letters, digits, _ and -, not {self.name!r}")
+        _check(self.name != "checkpoints", "name checkpoints is taken by the run's own folder")
         is_paths = isinstance(self.data, list) and all(isinstance(x, str) for x in self.data)
         _check(is_paths and self.data, f"data must be a list of paths, not {self.data!r}")
         _check(_is_number(self.rank, int), f"rank must be an integer above 0, not {self.rank!r}")

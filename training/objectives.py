@@ -45,6 +45,7 @@ def build_objective(
 
 
 def build_dpo(config: TrainConfig, model: Transformer, env: DistEnv, layout: ParallelDims) -> DPO:
+    """--task dpo: the pairs of --data, split for validation. ValueError names file and line."""
     pairs = [pair for path in config.data for pair in read_preferences(Path(path))]
     chat = *load_chat(config.out), config.seq_len
     rows, validation = (preference_rows(part, *chat) for part in train_val_split(pairs))
@@ -56,6 +57,7 @@ def build_dpo(config: TrainConfig, model: Transformer, env: DistEnv, layout: Par
 
 
 def build_grpo(config: TrainConfig, model: Transformer, env: DistEnv, layout: ParallelDims) -> GRPO:
+    """--task grpo: the prompts of --data, split for validation, sampled with the model's Engine."""
     (render, encode), tasks = load_chat(config.out), []
     for prompt, answer in (pair for path in config.data for pair in read_prompts(Path(path))):
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
