@@ -46,12 +46,9 @@ def new_draft_head(dim: int, seed: int) -> DraftHead:
 
 
 def draft_logits(
-    head: DraftHead,
-    model: Transformer,
-    tokens: Tensor,
-    attend: Attend = causal_attention,
+    head: DraftHead, model: Transformer, tokens: Tensor, attend: Attend = causal_attention,
     steps: int = NUM_DRAFT_TOKENS,
-) -> tuple[Tensor, list[Tensor]]:
+) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
     """The target's logits (B, T, V) of tokens (B, T), and for i = 1..steps the head's logits of
     positions i and later (B, T - i, V): unrolled i times from the target's hidden state i positions
     earlier, with teacher forcing."""

@@ -184,17 +184,15 @@ def _without_cast_cache(forward: Forward, x: Tensor, *rest_args: Any) -> Tensor:
         return forward(x, *rest_args)
 
 
-def layer_groups(blocks: Sequence[nn.Module], n: int | None = None) -> list[Forward]:
-    """n groups of consecutive blocks (default: sqrt(L), rounded), of equal size up to one block,
-    larger ones first; each group is one checkpoint.
+def layer_groups(blocks: Sequence[nn.Module]) -> list[Forward]:
+    """sqrt(L) groups, rounded, of consecutive blocks, of equal size up to one block, larger ones
+    first; each group is one checkpoint.
 
     A group has a block's arguments and result. It calls its blocks as modules, so that their hooks
     run, in the recomputation too.
     """
     blocks = list(blocks)
-    n = max(1, round(math.sqrt(len(blocks)))) if n is None else n
-    if not 1 <= n <= max(1, len(blocks)):
-        raise ValueError(f"n must be from 1 to the {len(blocks)} blocks, not {n}")
+    n = max(1, round(math.sqrt(len(blocks))))
 
     def run(part: Sequence[nn.Module], x: Tensor, *rest_args: Any) -> Tensor:
         for block in part:

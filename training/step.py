@@ -79,11 +79,9 @@ def make_attend(attention: str, packed: bool = False) -> Attend:
 
 
 def loss_sums(
-    model: Transformer,
-    batch: Tensor,
-    attend: Attend = causal_attention,
+    model: Transformer, batch: Tensor, attend: Attend = causal_attention,
     layout: ParallelDims = SINGLE_PROCESS,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Summed cross-entropies in nats of batch (B, T + 1), encoded rows (data.py), over this rank's
     tokens under `layout`: of next-token prediction, and of multi-token prediction, averaged over
     the model's MTP depths (0 without any)."""
@@ -184,16 +182,11 @@ class NextToken:
 
 
 def forward_backward(
-    model: torch.nn.Module,
-    batch: Tensor,
-    micro_batch_size: int,
-    autocast: Callable[[], Any] = contextlib.nullcontext,
-    attend: Attend = causal_attention,
-    balance: LoadBalancer | None = None,
-    layout: ParallelDims = SINGLE_PROCESS,
-    objective: Objective | None = None,
-    scale: float = 1.0,
-) -> dict[str, float]:
+    model: torch.nn.Module, batch: Tensor, micro_batch_size: int,
+    autocast: Callable[[], Any] = contextlib.nullcontext, attend: Attend = causal_attention,
+    balance: LoadBalancer | None = None, layout: ParallelDims = SINGLE_PROCESS,
+    objective: Objective | None = None, scale: float = 1.0,
+) -> dict[str, float]:  # fmt: skip
     """Leave in .grad the gradient of the mean loss over all tokens of the step, plus MTP_WEIGHT
     times the MTP loss and the auxiliary losses of `balance`, times `scale`; return those losses.
     objective: by default NextToken.
@@ -322,12 +315,9 @@ class LoadBalancer:
 
 
 def clip_gradients(
-    model: torch.nn.Module,
-    max_norm: float = 1.0,
-    layout: ParallelDims = SINGLE_PROCESS,
-    scale: float = 1.0,
-    groups: Sequence[Sequence[Tensor]] = (),
-) -> float:
+    model: torch.nn.Module, max_norm: float = 1.0, layout: ParallelDims = SINGLE_PROCESS,
+    scale: float = 1.0, groups: Sequence[Sequence[Tensor]] = (),
+) -> float:  # fmt: skip
     """Divide the gradient by `scale` and clip its norm to `max_norm` (0: do not): that of all
     parameters, or of each group of whole parameters. Returns the largest unclipped norm."""
     if scale != 1.0:
@@ -339,14 +329,9 @@ def clip_gradients(
 
 @torch.no_grad()
 def validate(
-    model: torch.nn.Module,
-    tokens: Tensor,
-    seq_len: int,
-    micro_batch_size: int,
-    env: DistEnv,
-    attend: Attend = causal_attention,
-    layout: ParallelDims = SINGLE_PROCESS,
-) -> float:
+    model: torch.nn.Module, tokens: Tensor, seq_len: int, micro_batch_size: int, env: DistEnv,
+    attend: Attend = causal_attention, layout: ParallelDims = SINGLE_PROCESS,
+) -> float:  # fmt: skip
     """Mean loss over validation_batches, the same ones on all ranks."""
     batches = [*validation_batches(tokens, seq_len, micro_batch_size, env.device)]
     total, count = 0.0, sum(count_targets(batch, layout).item() for batch in batches)
