@@ -156,7 +156,9 @@ from training import checkpoint as CK
 from training import chunked_loss as CL
 from quantization import quantize_model as W
 from generation import cpu, cpu_decode
+from training import chats as TRAIN_CHATS
 from training import data as DA
+from training import shards as SHARDS
 from parallelism import diloco as DL
 from parallelism.dist_env import has_fast_bf16
 from training import callbacks as CB
@@ -235,6 +237,7 @@ from training import optimizers as OP
 from training import recompute as RC
 from training import python_text as PT
 from training import recovery as RE
+from training import watchdog as WD
 from generation import sampling as S
 from generation import structured as GR
 from generation import json_schema as JS
@@ -818,7 +821,7 @@ def fork_train(argv: list[str], rank: int, world: int, port: int, log: Path):
         sys.stderr = sys.stdout = open(log, "a", buffering=1)
         code = 70
         try:
-            code = T.main(argv)
+            code = train_main(*argv)
         except BaseException:
             traceback.print_exc()
         sys.stderr.flush()
@@ -9642,7 +9645,7 @@ ALONE_SLOW = [
     ("energy", "", "installed", "(no energy counter|W)"),
     ("moe", "", "installed missing", r"(.*\n){5}"),
     ("moe", "", "interpreted", r"\A.*\n\Z"),
-    ("chunked_loss recompute", "", "installed", ""),
+    ("chunked_loss recompute watchdog", "", "installed", ""),
     # the tables of these take minutes
     ("alignment data lora offload optimizers token_windows", "check()", "installed", ""),
     ("gemm sparse", "check('cpu')", "missing interpreted", ""),
@@ -20559,7 +20562,7 @@ def test_gguf_package_is_optional(monkeypatch, capsys):
 
 
 # --------------------------------------------------------------------------------------------------
-# data.py
+# data.py, shards.py, chats.py
 # --------------------------------------------------------------------------------------------------
 
 
@@ -20688,17 +20691,17 @@ DATA_BYTES = partial(partial, map, str.encode)  # a tokenizer, as tokenize's mak
 
 def data_write(folder: Path, documents=None, encode=DATA_BYTES, **more):
     how = dict(seq_len=16, pack=True, shard_tokens=300, about=DATA_ABOUT) | more
-    return DA.tokenize(data_texts() if documents is None else documents, encode, folder, **how)
+    return SHARDS.tokenize(data_texts() if documents is None else documents, encode, folder, **how)
 
 
 def data_files(folder: Path) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != DA.LOCK}
+    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != SHARDS.LOCK}
 
 
 @pytest.fixture
 def data_small_chunks(monkeypatch):
     """One document at a time is encoded."""
-    monkeypatch.setattr(DA, "_chunks", partial(DA._chunks, characters=1))
+    monkeypatch.setattr(SHARDS, "_chunks", partial(SHARDS._chunks, characters=1))
 
 
 @pytest.fixture(scope="module")
@@ -20710,7 +20713,7 @@ def data_folder(tmp_path_factory) -> Path:
 
 def test_data_shards_hold_the_documents(data_folder):
     """BOS text EOS of each, all predictions, in shards of their own documents alone."""
-    shards = DA.Shards(data_folder, DATA_ABOUT)
+    shards = SHARDS.Shards(data_folder, DATA_ABOUT)
     documents = [torch.tensor([DA.BOS, *text.encode(), DA.EOS]) for _, text in data_texts()]
     assert len(shards.maps) > 5 and shards.index == {"rows": len(shards), "documents": 120}
     rows = [shards.row(i) for i in range(len(shards))]
@@ -20729,7 +20732,7 @@ def test_data_shards_hold_the_documents(data_folder):
 @pytest.mark.slow
 def test_data_workers_write_the_same_bytes(data_folder, tmp_path, monkeypatch):
     """Two processes, chunks of a few documents: the shards of one process."""
-    monkeypatch.setattr(DA, "_chunks", partial(DA._chunks, characters=500))
+    monkeypatch.setattr(SHARDS, "_chunks", partial(SHARDS._chunks, characters=500))
     data_write(tmp_path, workers=2)
     assert data_files(tmp_path) == data_files(data_folder)
 
@@ -20748,7 +20751,7 @@ def test_data_interrupted_tokenization_resumes(data_folder, tmp_path, data_small
     with pytest.raises(ValueError, match=r"document d60: cannot be .* \(KeyError: 'a piece'"):
         data_write(tmp_path, encode=lambda: encode)
     with pytest.raises(ValueError, match="its writer failed: document d60"):
-        DA.Shards(tmp_path, DATA_ABOUT, timeout=1e9).row(10_000)
+        SHARDS.Shards(tmp_path, DATA_ABOUT, timeout=1e9).row(10_000)
     (tmp_path / ".000099-1.rows.7.tmp").write_bytes(b"half")
     written = {p: p.stat().st_mtime_ns for p in tmp_path.glob("*.rows")}
     done = int(max(written).stem.partition("-")[2])
@@ -20766,10 +20769,10 @@ def test_data_other_data_replaces_the_folder(tmp_path):
     one, other = {"of": ("texts", 1)}, {"of": ("others", 1)}
     data_write(tmp_path, about=one)
     with pytest.raises(ValueError, match="no process is writing it, and it was made from other"):
-        DA.Shards(tmp_path, other, timeout=0)
-    before = len(DA.Shards(tmp_path, one, timeout=0))
+        SHARDS.Shards(tmp_path, other, timeout=0)
+    before = len(SHARDS.Shards(tmp_path, one, timeout=0))
     assert data_write(tmp_path, data_texts(20), about=other)["documents"] == 20
-    after = DA.Shards(tmp_path, {"of": ["others", 1]}, timeout=0)
+    after = SHARDS.Shards(tmp_path, {"of": ["others", 1]}, timeout=0)
     assert len(after) < before and len([*tmp_path.glob("*.rows")]) == len(after.maps)
     with pytest.raises(ValueError, match="no documents"):
         data_write(tmp_path, [])
@@ -20782,9 +20785,9 @@ def test_data_readers_follow_a_living_writer(data_folder, tmp_path, data_small_c
     documents = (document for document in data_texts() if gate.acquire(timeout=20))
     writer = threading.Thread(target=data_write, args=(tmp_path, documents), daemon=True)
     writer.start()
-    beside = DA.Shards(tmp_path, DATA_ABOUT, block=2, timeout=5)
+    beside = SHARDS.Shards(tmp_path, DATA_ABOUT, block=2, timeout=5)
     beside.timeout = 0.1
-    stream = DA.Stream([beside], [1], 3, 4)
+    stream = SHARDS.Stream([beside], [1], 3, 4)
     read = lambda: rows.extend(stream.rows(step, range(4)) for step in range(25))
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
@@ -20799,7 +20802,7 @@ def test_data_readers_follow_a_living_writer(data_folder, tmp_path, data_small_c
     gate.release(200)
     writer.join(20)
     reader.join(20)
-    want = DA.Stream([DA.Shards(data_folder, block=2)], [1], 3, 4)
+    want = SHARDS.Stream([SHARDS.Shards(data_folder, block=2)], [1], 3, 4)
     assert len(beside) > 50
     for step, got in zip(range(25), rows, strict=True):
         assert torch.equal(got, want.rows(step, range(4)))
@@ -20807,10 +20810,10 @@ def test_data_readers_follow_a_living_writer(data_folder, tmp_path, data_small_c
 
 def test_data_readers_do_not_wait_for_a_dead_writer(data_folder, tmp_path):
     """Shards of a killed writer can be read, and the first that is missing is an error."""
-    for path in (*sorted(data_folder.glob("*.rows"))[:2], data_folder / DA.ABOUT):
+    for path in (*sorted(data_folder.glob("*.rows"))[:2], data_folder / SHARDS.ABOUT):
         shutil.copy(path, tmp_path)
-    shards = DA.Shards(tmp_path, timeout=0.1)
-    assert torch.equal(shards.row(3), DA.Shards(data_folder).row(3)) and not shards.finished
+    shards = SHARDS.Shards(tmp_path, timeout=0.1)
+    assert torch.equal(shards.row(3), SHARDS.Shards(data_folder).row(3)) and not shards.finished
     start = time.monotonic()
     with pytest.raises(ValueError, match="no process is writing it, and it is not finished"):
         shards.row(shards.row_offsets[-1])
@@ -20825,13 +20828,13 @@ def test_data_readers_of_later_sources_hear_of_a_failed_writer(tmp_path, monkeyp
     def fail(*args, **kwargs):
         raise ValueError("no space")
 
-    monkeypatch.setattr(DA, "tokenize", fail)
+    monkeypatch.setattr(SHARDS, "tokenize", fail)
     (tmp_path / "tokenizer.model").touch()
     args = SimpleNamespace(out=tmp_path, seq_len=8, pack=False, workers=2)
     with pytest.raises(ValueError, match="no space"):
         TX.write_shards(args, tiny(), {"a": tmp_path / "0", "b": tmp_path / "1"})
     with pytest.raises(ValueError, match="its writer failed: no space"):
-        DA.Shards(tmp_path / "1", timeout=1e9)
+        SHARDS.Shards(tmp_path / "1", timeout=1e9)
 
 
 @pytest.mark.slow
@@ -20878,17 +20881,17 @@ def test_data_killed_at_any_moment(data_folder, tmp_path, data_small_chunks):
 # ---- the stream ----
 
 
-def data_numbered(n: int, base: int = 0) -> DA.Rows:
-    return DA.Rows(torch.arange(base, base + n)[:, None].expand(n, 5))
+def data_numbered(n: int, base: int = 0) -> SHARDS.Rows:
+    return SHARDS.Rows(torch.arange(base, base + n)[:, None].expand(n, 5))
 
 
 def test_data_every_row_once_an_epoch():
     """Whatever the batch size; each epoch and seed in its own order."""
-    stream = DA.Stream([data_numbered(37)], [1], 5, 8)
+    stream = SHARDS.Stream([data_numbered(37)], [1], 5, 8)
     order = [int(stream.row(g)[0]) for g in range(3 * 37)]
     epochs = [order[i : i + 37] for i in range(0, 111, 37)]
     assert all(sorted(epoch) == list(range(37)) for epoch in epochs)
-    other = DA.Stream([data_numbered(37)], [1], 6, 37).rows(0, range(37))
+    other = SHARDS.Stream([data_numbered(37)], [1], 6, 37).rows(0, range(37))
     orders = [*epochs, other[:, 0].tolist(), list(range(37))]
     assert all(a != b for a, b in combinations(orders, 2)) and other.dtype == torch.int64
     batches = [stream.rows(s, range(8)) for s in range(13)]
@@ -20898,7 +20901,7 @@ def test_data_every_row_once_an_epoch():
 def test_data_ranks_share_one_stream(data_folder):
     """However many ranks, and asked in any order, the rows of a batch are those of one process."""
     other = torch.full((9, 17), 7, dtype=torch.int32)
-    stream = lambda: DA.Stream([DA.Shards(data_folder), DA.Rows(other)], [2, 1], 1, 24)
+    stream = lambda: SHARDS.Stream([SHARDS.Shards(data_folder), SHARDS.Rows(other)], [2, 1], 1, 24)
     one = stream()
     for ranks, step in product((1, 2, 3, 4, 8), (41, 3, 0)):
         parts = [stream().rows(step, range(rank, 24, ranks)) for rank in range(ranks)]
@@ -20907,8 +20910,8 @@ def test_data_ranks_share_one_stream(data_folder):
 
 def test_data_first_epoch_is_shuffled_in_blocks(data_folder):
     """Of this many shards each; later ones over all."""
-    shards = DA.Shards(data_folder, block=2)
-    n, stream = len(shards), DA.Stream([shards], [1], 0, 1)
+    shards = SHARDS.Shards(data_folder, block=2)
+    n, stream = len(shards), SHARDS.Stream([shards], [1], 0, 1)
     where = {tuple(shards.row(i).tolist()): i for i in range(n)}
     assert len(where) == n
     order = [where[tuple(stream.row(g).tolist())] for g in range(2 * n)]
@@ -20928,7 +20931,7 @@ def test_data_sources_have_exact_shares(weights, period):
     """In every period, each source exactly its share, in an order of its own; of each source every
     number in turn."""
     sources = [data_numbered(11, 100 * k) for k in range(len(weights))]
-    stream = DA.Stream(sources, weights, 2, 5)
+    stream = SHARDS.Stream(sources, weights, 2, 5)
     taken = [stream.source_of(g) for g in range(60 * period)]
     periods = [[k for k, _ in taken[i : i + period]] for i in range(0, len(taken), period)]
     for k, weight in enumerate(weights):
@@ -20941,10 +20944,10 @@ def test_data_sources_have_exact_shares(weights, period):
 
 
 def test_data_source_arguments():
-    given = ["a.jsonl=3", "b=c", "b=c=0.5", "x=.5", "y=2."]
-    parsed = [(source.path, source.weight) for source in DA.parse_sources(given)]
+    given = ["a.jsonl=3", "b=c", "d=c=0.5", "x=.5", "y=2."]
+    parsed = [(source.path, source.weight) for source in SHARDS.parse_sources(given)]
     half = Fraction(1, 2)
-    assert parsed == [("a.jsonl", 3), ("b=c", 1), ("b=c", half), ("x", half), ("y", 2)]
+    assert parsed == [("a.jsonl", 3), ("b=c", 1), ("d=c", half), ("x", half), ("y", 2)]
 
 
 # ---- chats ----
@@ -20975,7 +20978,7 @@ def data_read(rows, packed=False):
 def test_data_chat_loss_mask_covers_assistant_tokens():
     """With the text that ends its turn; prompts, other turns and what comes after are read; pieces
     of prompts alone are dropped."""
-    rows = lambda chats, *how: DA.chat_rows(chats, data_chatml, data_letters, *how)
+    rows = lambda chats, *how: TRAIN_CHATS.chat_rows(chats, data_chatml, data_letters, *how)
     assert data_read(rows([DATA_CHAT, DATA_CHAT[:2]], 100, False)) == [
         (data_chatml(DATA_CHAT, False), "yes?</>\n42</>\n"),
         (data_chatml(DATA_CHAT[:2], False), "yes?</>\n"),
@@ -20990,7 +20993,7 @@ def test_data_preference_pairs_are_two_rows():
     """Chosen first; completions are targets, with what ends them; strings or messages, and messages
     may repeat the prompt's."""
     pairs = [("hi", "yes", "no"), (DATA_CHAT[:3], DATA_CHAT[:4], "41")]
-    rows = lambda pairs, render, T: DA.preference_rows(pairs, render, data_letters, T)
+    rows = lambda pairs, render, T: TRAIN_CHATS.preference_rows(pairs, render, data_letters, T)
     chats, begin = rows(pairs, data_chatml, 80), "<user>hi</>\n<assistant>"
     longer = data_chatml(DATA_CHAT[:3], True)
     assert data_read(chats) == [
@@ -21074,14 +21077,15 @@ def data_refused():
     yield "8 tokens do not fit a row of 7", lambda: DA.encode_row(range(8), 0, 6)
     yield "1 to 8", lambda: DA.best_fit([3, 9], 8)
     yield "1 to 8", lambda: DA.best_fit([3, 0], 8)
-    yield "nothing to train on", lambda: DA.Rows(torch.zeros(0, 5))
+    yield "nothing to train on", lambda: SHARDS.Rows(torch.zeros(0, 5))
     for given, words in (("=3", "no path"), ("a=0", "greater than 0"), ("", "no path")):
-        yield words, partial(DA.parse_sources, [given])
+        yield words, partial(SHARDS.parse_sources, [given])
     two = [data_numbered(3)] * 2
     for weights in ([1, 0], [1], [1, -1]):
-        yield "weight", partial(DA.Stream, two, weights, 0, 1)
-    yield "round", partial(DA.Stream, two, [1.0000001, 1], 0, 1)
-    chats = lambda given, render: partial(DA.chat_rows, given, render, data_letters, 99, True)
+        yield "weight", partial(SHARDS.Stream, two, weights, 0, 1)
+    yield "round", partial(SHARDS.Stream, two, [1.0000001, 1], 0, 1)
+    chat_rows, preference_rows = TRAIN_CHATS.chat_rows, TRAIN_CHATS.preference_rows
+    chats = lambda given, render: partial(chat_rows, given, render, data_letters, 99, True)
     # a rendering that is no prefix of the next
     forgets = lambda messages, add: data_chatml(messages[-2:], add)
     thinks = lambda messages, add: data_chatml(messages, add) + ("<think>" if add else "")
@@ -21093,7 +21097,7 @@ def data_refused():
     yield "conversation 1: .*'a role'", chats([DATA_CHAT], refuses)
     yield "conversations: there are none", chats([], data_chatml)
     pairs = [("hi", "yes", "no"), (DATA_CHAT[:3], DATA_CHAT[:4], "41")]
-    pair_rows = lambda *given: partial(DA.preference_rows, given[0], None, data_letters, given[1])
+    pair_rows = lambda pairs, T: partial(preference_rows, pairs, None, data_letters, T)
     yield "pair 1: its prompt, 3 tokens, leaves no room", pair_rows(pairs[:1], 2)
     yield "pair 2: messages require a chat template", pair_rows(pairs, 80)
 
@@ -21886,37 +21890,44 @@ class MatmulFlops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-RC_PRECISIONS = {  # device, dtype of weights and stream, autocast, bytes of an element
-    "fp32": ("cpu", torch.float32, False, {}),
-    "autocast": ("cpu", torch.float32, True, dict(matmul_bytes=2)),
-    "bf16": ("cpu", torch.bfloat16, False, dict(residual_bytes=2)),
-    "bf16 autocast": ("cpu", torch.bfloat16, True, dict(residual_bytes=2, matmul_bytes=2)),
-    "meta": ("meta", torch.float32, False, {}),
+def rc_costs(N, C, Hq, Hkv, D, F, *, seq=0, residual=4, matmul=4, fused=True) -> dict:
+    """{mode: (bytes that a Llama block of N tokens saves, matmul FLOPs that it recomputes)}, with
+    bytes per element of the residual stream and of matmuls. Not fused: torch's MATH attention,
+    which repeats key heads and computes in fp32."""
+    q, kv, stream = matmul * Hq * D, matmul * Hkv * D, residual * C
+    casts = 5 if matmul != residual else 2  # inputs of the matmuls
+    norms = 2 * (4 * C + 4 + stream) + casts * matmul * C
+    attention = norms + 2 * q + 2 * kv + 4 * matmul * F  # q, k, v, o; gate, up, silu, product
+    core = 4 * Hq if fused else 4 * Hq * (3 * D + seq) - (q + 2 * kv)
+    selective = stream + kv + matmul * (C + F) + (q + 4 * Hq if fused else 0)
+    q, kv, up, scores = (2 * C * Hq * D, 2 * C * Hkv * D, 2 * C * F, 2 * seq * Hq * D)
+    costs = {
+        "none": (attention + core, 0),
+        "attention": (attention, scores),
+        "selective": (selective, q + kv + up + (0 if fused else scores)),
+        "full": (stream, 2 * (q + kv + up) + scores),
+    }
+    return {mode: (N * size, N * flops) for mode, (size, flops) in costs.items()}
+
+
+RC_PRECISIONS = {  # dtype of weights and stream, autocast, bytes per element
+    "fp32": (torch.float32, False, {}),
+    "autocast": (torch.float32, True, dict(matmul=2)),
+    "bf16": (torch.bfloat16, False, dict(residual=2, matmul=2)),
 }
 
 
 @pytest.mark.parametrize("precision", RC_PRECISIONS)
 @pytest.mark.parametrize("fused", [True, False], ids=["flash", "math"])
-@pytest.mark.parametrize("gated", [True, False], ids=["swiglu", "plain"])
-def test_recompute_bytes_and_flops_equal_the_formulas(precision, fused, gated):
-    """What a block of model.py keeps, to the byte, weights' casts too, and the FLOPs that its
-    backward pass has more than without recomputation."""
-    device, dtype, amp, how = RC_PRECISIONS[precision]
-    fused &= device == "cpu"  # on meta, torch takes MATH
+def test_recompute_bytes_and_flops_equal_the_formulas(precision, fused):
+    """What a block of model.py saves, to the byte, autocast's copies of weights too, and the FLOPs
+    that its backward pass has more than without recomputation."""
+    dtype, amp, how = RC_PRECISIONS[precision]
     config = M.ModelConfig(**RC_SHAPE)
-    block = M.Block(config, 0, False).to(device, dtype)
-    if not gated:
-        mlp = block.mlp
-        del mlp.gate_proj
-        mlp.forward = lambda x: mlp.down_proj(F.silu(mlp.up_proj(x)))
-    at = torch.arange(16, device=device)
+    block, at = M.Block(config, 0, False).to(dtype), torch.arange(16)
     rope = M.rope_cos_sin(config, at)
-    x = torch.randn(2, 16, 40, dtype=dtype, device=device, requires_grad=True)
-    sizes = 32, 40, 4, 2, 8, 48  # N, C, Hq, Hkv, D, F
-    how = dict(seq=16, gated=gated, fused=fused) | how
-    casts = 2 * sum(p.numel() for p in block.parameters() if p.dim() == 2)
-    with_casts = RC.block_bytes(*sizes, **how, cast_weights=precision == "autocast")
-    more = RC.block_flops(*sizes, seq=16, gated=gated, fused=fused)
+    x = torch.randn(2, 16, 40, dtype=dtype, requires_grad=True)
+    want = rc_costs(32, 40, 4, 2, 8, 48, seq=16, fused=fused, **how)
     flops = {}
     for mode in RC_BLOCK_MODES:
         forward = RC.checkpoint_wrapper(block.forward, mode)
@@ -21926,43 +21937,40 @@ def test_recompute_bytes_and_flops_equal_the_formulas(precision, fused, gated):
                 return forward(x, rope, at, M.causal_attention)
 
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION if fused else SDPBackend.MATH):
-            kept = RC.saved_bytes(run, [*block.parameters(), at, *rope])
+            saved = RC.saved_bytes(run, [*block.parameters(), at, *rope])
             loss = run().sum()
             with MatmulFlops() as ran:
                 loss.backward()
             with torch.no_grad():
                 assert RC.saved_bytes(run) == 0
         flops[mode] = ran.flops
-        has_casts = precision == "autocast" and mode in ("none", "attention")
-        assert kept == with_casts[mode], mode
-        assert kept - casts * has_casts == RC.block_bytes(*sizes, **how)[mode], mode
+        if amp and mode in ("none", "attention"):
+            saved -= 2 * sum(p.numel() for p in block.parameters() if p.dim() == 2)
+        assert saved == want[mode][0], mode
         skipped = 0.5 if mode == "attention" and not fused else 1  # the second of MATH's matmuls
-        assert flops[mode] - flops["none"] == skipped * more[mode], mode
+        assert flops[mode] - flops["none"] == skipped * want[mode][1], mode
 
 
 @pytest.mark.parametrize("layers", [0, 1, 2, 5, 10, 32])
 def test_recompute_segments_are_all_blocks_in_order(layers):
-    """n groups, by default the root of the layers, of equal sizes up to one, larger ones first;
-    each keeps its input alone."""
-    seen, x = [], torch.ones(3, requires_grad=True)
+    """As many groups as the root of the layers, of equal sizes up to one, larger ones first; each
+    keeps its input alone."""
+    seen, ends, x = [], [0], torch.ones(3, requires_grad=True)
     block = lambda i, x, other: seen.append((i, other)) or x.sin()
-    for n in (None, *range(1, layers + 1)):
-        groups = RC.layer_groups([partial(block, i) for i in range(layers)], n)
-        seen.clear()
-        ends = [0]
+    groups = RC.layer_groups([partial(block, i) for i in range(layers)])
 
-        def forward(y=x):
-            for group in groups:
-                y = group(y, "o")
-                ends.append(len(seen))
-            return y
+    def forward(y=x):
+        for group in groups:
+            y = group(y, "o")
+            ends.append(len(seen))
+        return y
 
-        kept = RC.saved_bytes(forward)
-        assert seen == [(i, "o") for i in range(layers)]
-        assert len(groups) == (min(layers, max(1, round(layers**0.5))) if n is None else n)
-        sizes = [b - a for a, b in itertools.pairwise(ends)]
-        assert sizes == sorted(sizes, reverse=True) and (not sizes or sizes[0] - sizes[-1] <= 1)
-        assert kept == len(groups) * x.nbytes
+    kept = RC.saved_bytes(forward)
+    assert seen == [(i, "o") for i in range(layers)]
+    assert len(groups) == min(layers, max(1, round(layers**0.5)))
+    sizes = [b - a for a, b in itertools.pairwise(ends)]
+    assert sizes == sorted(sizes, reverse=True) and (not sizes or sizes[0] - sizes[-1] <= 1)
+    assert kept == len(groups) * x.nbytes
 
 
 @pytest.mark.parametrize("root", [4, 8])
@@ -22027,8 +22035,7 @@ def test_recompute_choose_is_exact():
 def test_recompute_choose_is_fast():
     """128 blocks of Llama 3 8B, alike, and all different, at every quarter of the range."""
     sizes, rng = (8192, 4096, 32, 8, 128, 14336), random.Random(0)
-    kept, again = RC.block_bytes(*sizes, residual_bytes=2), RC.block_flops(*sizes, seq=8192)
-    alike = [{m: (kept[m], again[m]) for m in kept}] * 128
+    alike = [rc_costs(*sizes, seq=8192, residual=2, matmul=2)] * 128
     vary = lambda size, flops: (int(size * rng.uniform(0.5, 2)), flops * rng.uniform(0.5, 2))
     other = [{m: vary(*cost) for m, cost in costs.items()} for costs in alike]
     start = time.process_time()
@@ -22038,6 +22045,7 @@ def test_recompute_choose_is_fast():
         modes = RC.choose_modes(costs, budget)
         assert sum(c[m][0] for c, m in zip(costs, modes, strict=True)) <= budget
     assert time.process_time() - start < 4
+    kept = {mode: size for mode, (size, _) in alike[0].items()}
     room = 128 * kept["full"] + 40 * (kept["selective"] - kept["full"])
     assert Counter(RC.choose_modes(alike, room)) == dict(selective=40, full=88)
 
@@ -22105,9 +22113,6 @@ for rc_mode, rc_words in dict(
     sqrt=r"layer_groups\(blocks\)", some="supported: none, attention"
 ).items():
     REFUSED[f"recompute: mode {rc_mode}"] = partial(RC.checkpoint_wrapper, print, rc_mode), rc_words
-for rc_n in (0, 4, -1):
-    rc_call = partial(RC.layer_groups, [nn.Identity()] * 3, rc_n)
-    REFUSED[f"recompute: {rc_n} groups"] = rc_call, f"from 1 to the 3 blocks, not {rc_n}"
 
 
 @pytest.mark.parametrize(
@@ -22164,7 +22169,7 @@ rc_ranks = on_ranks("rc_ranks", RC_WORKS, limit=240)
 def test_recompute_gradients_of_ranks(name, rc_ranks):
     """Under fully_shard with bf16 parameters, and under tensor parallelism, whose collectives are
     made again: those of none, on every rank, in every mode."""
-    rc_ranks[name]
+    assert rc_ranks[name] == [None] * 4  # each rank has checked its results
 
 
 def test_recompute_mlp_in_chunks_keeps_bytes_independent_of_the_width():
@@ -22443,7 +22448,7 @@ cl_ranks = on_ranks("cl_ranks", CL_WORKS)
 @pytest.mark.parametrize("name", CL_WORKS)
 def test_chunked_loss_vocabulary_over_ranks(name, cl_ranks):
     """A vocabulary that is cut over four ranks gives the loss and gradients of the whole."""
-    cl_ranks[name]
+    assert cl_ranks[name] == [None] * 4  # each rank has checked its results
 
 
 # --------------------------------------------------------------------------------------------------
@@ -22636,6 +22641,9 @@ def test_lora_bad_files_are_refused(tmp_path):
         refuses(f"adapter_config.json: {field} is")
     (tmp_path / LO.CONFIG).write_text(json.dumps(json.loads(good) | {"r": 3}))
     refuses(r"lora_A.weight has shape \(2, 32\), not \(3, 32\)")
+    for field, words in (("r", "rank must be an integer"), ("lora_alpha", "alpha must be a number")):
+        (tmp_path / LO.CONFIG).write_text(json.dumps(json.loads(good) | {field: True}))
+        refuses(words)
     (tmp_path / LO.CONFIG).write_text(good)
     key = "base_model.model.layers.{}.mlp.up_proj.lora_B.weight".format
     one_missing = {k: t for k, t in tensors.items() if k != key(0)}
@@ -24689,18 +24697,17 @@ def test_alignment_logprobs_of_targets():
     assert AL.token_logprobs(logits[0, :0], targets[0, :0]).shape == (0,)  # no targets at all
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_alignment_dpo_by_hand(smoothing):
+def test_alignment_dpo_by_hand():
     """beta 0.5, log-ratios (2, -1) and (0, 4): margins 1.5 and -2; gradients are those of the
     paper's section 4, also where a margin is far from 0."""
     leaf = lambda *x: torch.tensor(x, dtype=torch.float64, requires_grad=True)
     chosen, rejected, refs = leaf(-3, -5), leaf(-7, -2), (leaf(-5, -5), leaf(-6, -6))
-    loss, stats = AL.dpo_loss(chosen, rejected, *refs, beta=0.5, label_smoothing=smoothing)
+    loss, stats = AL.dpo_loss(chosen, rejected, *refs, beta=0.5)
     wrong = [1 / (1 + math.exp(margin)) for margin in (1.5, -2.0)]
-    terms = [(1 - smoothing) * math.log(1 - p) + smoothing * math.log(p) for p in wrong]
+    terms = [math.log(1 - p) for p in wrong]
     up, down = torch.autograd.grad(loss, (chosen, rejected))
     assert loss.item() == pytest.approx(-sum(terms), rel=1e-12)
-    close(up, torch.tensor([-0.5 * (p - smoothing) for p in wrong]).double(), 1e-7)
+    close(up, torch.tensor([-0.5 * p for p in wrong]).double(), 1e-7)
     close(down, -up, 1e-12)
     assert stats == {"reward_margin": -0.5, "accuracy": 1}
     assert not any(x.requires_grad for x in stats.values())
@@ -24797,8 +24804,6 @@ align_dpo = partial(AL.dpo_loss, *torch.zeros(4, 1))
 align_grpo = partial(AL.grpo_loss, *torch.zeros(2, 2, 3), None, torch.zeros(2), torch.ones(2, 3))
 for words, call in {
     "beta must be": lambda: align_dpo(beta=0.0),
-    "label_smoothing must be from 0 to below 0.5, not 0.5": lambda: align_dpo(label_smoothing=0.5),
-    "label_smoothing must be from 0 to below 0.5, not -1": lambda: align_dpo(label_smoothing=-1),
     r"rewards must be \(groups, n\)": lambda: AL.group_advantages(torch.zeros(4)),
     "kl 0.1 requires ref_logprobs": lambda: align_grpo(kl=0.1),
     "clip must be between 0 and 1, not 0.0": lambda: align_grpo(clip=0.0),
@@ -24918,7 +24923,7 @@ def test_tuning_one_example_in_16_is_validation():
     kept, _ = TX.train_val_split([[{"role": "user", "content": "x"}]] * 40 + [[]])
     assert 40 not in kept
     with pytest.raises(ValueError, match="^conversation 41: "):
-        DA.chat_rows({41: []}, lambda *a: "", lambda text: [], 8, False)
+        TRAIN_CHATS.chat_rows({41: []}, lambda *a: "", lambda text: [], 8, False)
 
 
 @pytest.mark.parametrize("reference", ["a frozen copy", "without adapters"])
@@ -24927,13 +24932,13 @@ def test_tuning_loss_does_not_depend_on_micro_batches(task, reference):
     """It and the numbers of a step are alignment.py's, of all rows and summed over ranks; the
     reference gets no gradient."""
     model, frozen = tuning_lora(), tuning_model(seed=4)
-    how = dict(kl=0.2, clip=0.1, clip_high=0.15) if task == "grpo" else {}
+    how = dict(kl=0.2) if task == "grpo" else {}
     how |= dict(reference=frozen if reference == "a frozen copy" else None)
     tuner = (tuning_grpo if task == "grpo" else tuning_dpo)(model, **how)
     batch = tuner.batch(0)
     with torch.no_grad():  # so that GRPO's ratios are not 1
         for p in model.parameters():
-            p.mul_(1.03)
+            p.mul_(1.1)
     whole, row = tuner.loss(model, batch, slice(0, len(batch))), tuner.row
     counts = torch.tensor([1, 1, 1, 1, 2, 1, 1, 2] if task == "grpo" else [1, 1, 2])
     tuner.all_reduce = lambda sums: sums * counts  # with another rank, whose numbers are all 0
@@ -24952,8 +24957,8 @@ def test_tuning_loss_does_not_depend_on_micro_batches(task, reference):
             ref = other if tuner.reference else TU.logprobs(model, batch)
     if task == "grpo":
         weights = TU.target_mask(batch).float()
-        args = new, tuner.old, ref, tuner.advantages, weights, 0.1, 0.15, 0.2
-        (want, stats), count = AL.grpo_loss(*args), weights.sum()
+        args = new, tuner.old, ref, tuner.advantages, weights
+        (want, stats), count = AL.grpo_loss(*args, kl=0.2), weights.sum()
         assert stats["clipped"] > 0
     else:
         sums = [x.sum(1)[i::2] for x in (new, ref) for i in (0, 1)]
@@ -25084,10 +25089,6 @@ def test_tuning_grpo_rows_are_a_function_of_seed_step_and_weights():
     assert not torch.equal(*prompts)
     long = [tuning_grpo(model, tasks=tuning_prompt(24), seed=seed).batch(0) for seed in (0, 1)]
     assert len({*map(tuple, torch.cat(long).tolist())}) > 24  # of 2 x 16 samples of one prompt
-    several = tuning_grpo(model, updates=2)  # steps per rollout
-    batches = [several.batch(step) for step in range(4)]
-    assert batches[0] is batches[1] and batches[2] is batches[3]
-    assert torch.equal(batches[0], rows[0]) and torch.equal(batches[2], rows[1])
 
 
 def test_tuning_grpo_rows_hold_prompt_answer_and_old_logprobs():
@@ -25138,7 +25139,7 @@ tuning_prompt = lambda n: [TU.Task("some", [1] * n, "")]
 tuning_sharded = SimpleNamespace(parameters=lambda: [SimpleNamespace(device_mesh=None)])  # DTensor
 for words, call in {
     "n must be 2 or more": lambda: tuning_grpo(n=1),
-    "updates must be": lambda: tuning_grpo(updates=0),
+    "max_new_tokens 32 leaves no room": lambda: tuning_grpo(max_new_tokens=32),
     "GRPO needs at least one prompt": lambda: tuning_grpo(tasks=[]),
     "'some' has 25 tokens.* from 1 to 24": lambda: tuning_grpo(tasks=tuning_prompt(25)),
     "'some' has 0 tokens": lambda: tuning_grpo(validation=tuning_prompt(0)),
@@ -34553,7 +34554,8 @@ def train_runs(corpus, tiny_config, tmp_path_factory) -> TrainRuns:
     for name in ("binary/x.bin", "only-a-head/draft_head.safetensors"):
         (folder / name).parent.mkdir()
         (folder / name).write_bytes(bytes(range(256)))
-    for name, text in {"empty.txt": " \n", "short.txt": "just a few words " * 3}.items():
+    texts = {"empty.txt": " \n", "short.txt": "just a few words " * 3, "exits.py": "exit()"}
+    for name, text in texts.items():
         (folder / name).write_text(text)
     runs = TrainRuns(folder=folder, corpus=corpus, tiny=tiny_config, small=SMALL)
     jobs = dict(name="train", rank=2, lr=2e-2), dict(name="b", rank=5, alpha=5.0, seed=3)
@@ -34744,11 +34746,21 @@ def test_train_lora_jobs_equal_each_alone(train_runs, tmp_path):
 
 
 LORA_JOB = dict(name="a", data=["x"], rank=2)
+
+
+def lora_jobs_file(text: str | bytes, use: Callable[[Path], object] = LJ.read_jobs) -> object:
+    with tempfile.NamedTemporaryFile(suffix=".jsonl") as f:
+        f.write(text if isinstance(text, bytes) else text.encode())
+        f.flush()
+        return use(Path(f.name))
+
+
 for words, line in {
-    "line 1: must be a JSON object": [1],
+    "line 1 is not a JSON object": [1],
     "line 1: rank is missing": dict(name="a", data=["x"]),
     "line 1: no field lora; has .*rank": LORA_JOB | dict(lora=2),
     "name must be of letters.* not '../a'": LORA_JOB | dict(name="../a"),
+    "name checkpoints is taken": LORA_JOB | dict(name="checkpoints"),
     "data must be a list of paths, not 'x'": LORA_JOB | dict(data="x"),
     "rank must be an integer above 0, not 0": LORA_JOB | dict(rank=0),
     "lr must be a number above 0, not nan": LORA_JOB | dict(lr=math.nan),
@@ -34756,15 +34768,17 @@ for words, line in {
     "line 2: name a is that of an earlier line": LORA_JOB,
 }.items():
     text = json.dumps(line) + ("\n" + json.dumps(line) if line == LORA_JOB else "")
-    path = SimpleNamespace(read_text=lambda text=text, **_: text)
-    REFUSED[f"lora jobs: {words}"] = partial(LJ.read_jobs, path), words
+    REFUSED[f"lora jobs: {words}"] = partial(lora_jobs_file, text), words
+for text in (b"\xff{}", "[" * 99_999):  # not UTF-8; nested too deeply
+    words = "jsonl: line 1 is not a JSON object"
+    REFUSED[f"lora jobs: {text[:2]}"] = partial(lora_jobs_file, text), words
 
 two_jobs = "\n".join(json.dumps(LORA_JOB | {"name": name}) for name in "ab")
-path = SimpleNamespace(read_text=lambda **_: two_jobs)
+few_rows = lambda path: LJ.build_job_datasets(
+    SimpleNamespace(lora_jobs=path, batch_size=2), None, SimpleNamespace(world=2)
+)
 REFUSED["lora jobs: fewer rows of a job than ranks"] = (
-    lambda args=SimpleNamespace(lora_jobs=path, batch_size=2): LJ.build_job_datasets(
-        args, None, SimpleNamespace(world=2)
-    ),
+    partial(lora_jobs_file, two_jobs, few_rows),
     "--batch-size 2 must be a multiple of the 2 jobs .* x 2 ranks",
 )
 
@@ -34836,6 +34850,7 @@ TRAIN_BAD = {  # flags -> words of the error, separated by "|"
     "--data {folder}/binary": "binary|no text",
     "--data {bad}": "bad|line 2|text",
     "--data {folder}/short.txt": "--data",
+    "--data {corpus} --data {corpus}=2": "corpus.jsonl=2|twice",
     "--model huge": "--model huge|small",
     "--device cuda:7": "--device cuda:7",
     "--resume": "--resume|nothing was saved",
@@ -34876,6 +34891,10 @@ TRAIN_BAD = {  # flags -> words of the error, separated by "|"
     "--task dpo --init {plain} --data {pairs} --batch-size 5": "--batch-size 5",
     "--task grpo --init {plain} --data {prompts} --batch-size 4": "--batch-size 4",
     "--task grpo --init {plain} --data {prompts} --zero 1": "--zero",
+    "--task grpo --init {plain} --data {prompts} --set num_generations=1": "num_generations|not 1",
+    "--task grpo --init {plain} --data {prompts} --reward {folder}/exits.py:f": "exits.py failed",
+    "--task grpo --init {plain} --data {prompts} --set max_new_tokens=999": "999|--seq-len",
+    "--task dpo --init {plain} --data {folder}/empty.txt": "empty.txt|no pairs",
     "--task sft --init {plain} --data {folder}": "--data|JSONL",
     "--diloco 3 --diloco-rendezvous x --steps 8": "--steps 8|--diloco 3",
     "--diloco 2 --diloco-rendezvous x --set outer_momentum=1": "--set outer_momentum",
@@ -34937,6 +34956,24 @@ def test_train_refuses_bad_flags_and_files(flags, train_runs, monkeypatch, capsy
     assert error.count("\n") == 1 and all(word in error for word in TRAIN_BAD[flags].split("|"))
     assert not list(new.glob("*.safetensors")) and not saved_steps(new)
     assert before == {p: at for p, at in files().items() if not p.is_relative_to(new)}
+
+
+@pytest.mark.parametrize("program", [T, TRIALS], ids=["train", "trials"])
+def test_train_out_of_memory_is_one_line(program, train_runs, tmp_path, monkeypatch, capsys):
+    """A failed allocation names the flags that help; any other RuntimeError is raised."""
+    argv = train_runs.argv("", tmp_path / "out") + ["--lrs", "1"] * (program is TRIALS)
+
+    def fail(*args):
+        raise RuntimeError(error)
+
+    monkeypatch.setattr(program, "init_distributed", fail)
+    error = "CUDA out of memory.\nTried to allocate 4 TiB"
+    assert program.main(argv) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "(CUDA out of memory.); " in said and "--" in said
+    error = "a bug"
+    with pytest.raises(RuntimeError, match=error):
+        program.main(argv)
 
 
 for flags, world, words in (
@@ -35083,6 +35120,21 @@ def test_train_losses_and_gradient_equal_their_definition(config):
         assert all(
             relative(p.grad, g) < 1e-6 for p, g in zip(model.parameters(), want, strict=True)
         )
+
+
+def test_train_readme_shows_an_objective_that_works():
+    """training/README.md's label smoothing, as it is pasted into objectives.py."""
+    text = (REPO / "training" / "README.md").read_text()
+    space = dict(vars(importlib.import_module("training.objectives")))
+    exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], space)
+    model, batch = random_model(tiny()), random_tokens(tiny(), 3, 9)
+    batch[0, 5:] = DA.PAD
+    objective = space["LabelSmoothing"](layout=STEP.SINGLE_PROCESS)
+    got = STEP.forward_backward(model.requires_grad_(), batch, 2, objective=objective)["loss"]
+    logps = model(batch.clamp(min=0)[:, :-1]).log_softmax(-1)
+    chosen = logps.gather(-1, batch.clamp(min=0)[:, 1:, None])[..., 0]
+    loss = -(0.9 * chosen + 0.1 * logps.mean(-1))
+    assert got == pytest.approx(loss[batch[:, 1:] >= 0].mean().item(), rel=1e-5)
 
 
 def test_train_learning_rates(train_runs):
@@ -35432,7 +35484,8 @@ def test_train_moe_losses_and_bias_updates_balance_experts(kind):
             batch = random_tokens(config, 8, 65, seed=step)
             STEP.forward_backward(model, batch, 8, balance=balance)
             optimizer_step(model, optimizer, 1e-4 if kind == "bias" else 1e-3)
-            loads.append(balance.update())
+            balance.update()
+            loads.append(balance.row["worst_load"])
         return statistics.mean(loads[-5:])
 
     assert load(speed=0.0) > 1.4 and load(**dict(speed=0.0) | balancing) < 1.25
@@ -35457,9 +35510,11 @@ def test_train_moe_pyramid_counts_each_layers_own_experts():
     layers, balance = moe_layers(model), STEP.LoadBalancer(model, speed=0.5)
     assert [len(layer.expert_bias) for layer in layers] == [4, 8, 8]
     STEP.forward_backward(model, batch, 4, balance=balance)
-    worst, load = balance.update(), balance.expert_load()
+    balance.update()
+    load = balance.expert_load()
     assert [(len(row), sum(row)) for row in load] == [(4, 68), (8, 68), (8, 64)]
-    assert worst == pytest.approx(max(max(row) * len(row) / sum(row) for row in load))
+    worst = max(max(row) * len(row) / sum(row) for row in load)
+    assert balance.row["worst_load"] == pytest.approx(worst, abs=1e-3)
     assert balance.row["dead_experts"] == sum(row.count(0) for row in load)
     figure, row = MagicMock(), {"step": 1, "expert_load": load, **balance.row}
     MT.plot_experts(figure, figure, figure.heat, [row])  # a row of 8 for each layer
@@ -35602,11 +35657,7 @@ def unbalanced_init(train_runs) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "world, flags",
-    [
-        (2, "--ep 2"),
-        (4, "--ep 2 --set ep_chunks=3"),
-        (4, "--ep 4 --set ep_node_size=2 --set ep_chunks=2"),
-    ],
+    [(4, "--ep 2 --set ep_chunks=3"), (4, "--ep 4 --set ep_node_size=2 --set ep_chunks=2")],
 )
 def test_train_moe_expert_parallelism_equals_one_process(
     world, flags, train_runs, unbalanced_init, tmp_path
@@ -35905,7 +35956,7 @@ def sp_saved(env):
 def test_layout_sequence_parallel_keeps_the_formula_over_t(tmp_path):
     """Korthikanti et al., arXiv:2205.05198, 4.2.2: all bytes that a block keeps are divided by the
     ranks, the gathered inputs of attention and MLP among them."""
-    want = RC.block_bytes(64, 48, 8, 4, 16, 64)["none"]
+    want, _ = rc_costs(64, 48, 8, 4, 16, 64)["none"]
     for world in (2, 4):
         got = run_on_ranks(tmp_path / str(world), {"bytes": sp_saved}, world)["bytes"]
         assert got == [want / world] * world
@@ -38204,8 +38255,9 @@ def test_train_dtype_auto_is_not_emulated_bf16(monkeypatch):
 
 def test_train_scale_precision(train_runs, tmp_path, monkeypatch):
     """A loss scale that is too large is halved; --param-dtype sets the moments' dtype too."""
-    monkeypatch.setattr(T, "LossScaler", partial(OP.LossScaler, 2.0**24))
-    out = train_runs.run("--dtype fp16 --steps 20", tmp_path / "large")
+    with monkeypatch.context() as patch:  # not in the shared runs
+        patch.setattr(T, "LossScaler", partial(OP.LossScaler, 2.0**24))
+        out = train_runs.run("--dtype fp16 --steps 20", tmp_path / "large")
     rows = metrics(out)
     skipped = [row for row in rows if "skipped" in row]
     assert 0 < len(skipped) < 15 and "overflow" in skipped[0]["skipped"]
@@ -38275,6 +38327,38 @@ def test_train_scale_tasks_have_their_metrics(train_runs):
     assert dpo[-1].keys() >= {"val_loss", "val_accuracy", "val_reward_margin", "accuracy"}
     assert all({"reward_mean", "completion_length", "kl"} <= row.keys() for row in grpo)
     assert "val_reward" in grpo[-1]
+
+
+@pytest.mark.parametrize(
+    "task, flags, fields",
+    [
+        ("dpo", "--set beta=0.25", dict(beta=0.25, batch_size=2)),
+        (
+            "grpo",
+            "--set num_generations=2 --set max_new_tokens=3 --set kl=0.5 --reward prefix",
+            dict(n=2, max_new_tokens=3, kl=0.5, reward=AL.prefix_reward, batch_size=2, seq_len=32),
+        ),
+    ],
+)
+def test_train_scale_flags_reach_the_objective(
+    task, flags, fields, train_runs, tmp_path, monkeypatch
+):
+    """Each setting of a task is the field of its objective; the reference model is that of --init,
+    frozen."""
+    objectives, made = importlib.import_module("training.objectives"), []
+    real = getattr(objectives, task.upper())
+    record = lambda *args, **kwargs: made.append(real(*args, **kwargs)) or made[-1]
+    monkeypatch.setattr(objectives, task.upper(), record)
+    data = "{pairs}" if task == "dpo" else "{prompts}"
+    flags = f"--init {{plain}} --task {task} --data {data} {flags} --seed 7 --steps 1"
+    train_runs.run(flags, tmp_path / "out")
+    (objective,) = made
+    assert {name: getattr(objective, name) for name in fields} == fields
+    assert objective.seed == 7 and [*objective.local_ids] == [0, 1] and len(objective.validation)
+    init = HF.load_checkpoint(train_runs["plain"]).float().state_dict()
+    frozen = objective.reference
+    assert bitwise_equal({n: x.float() for n, x in frozen.state_dict().items()}, init)
+    assert not any(p.requires_grad for p in frozen.parameters())
 
 
 def test_train_scale_merged_adapters_equal_separate_adapters(train_runs, tmp_path, capsys):
@@ -38465,6 +38549,8 @@ def test_train_scale_bad_batches_are_skipped(train_runs, tmp_path, monkeypatch, 
     assert SD.saved_run(often)[1] == 4 and len(metrics(often)) == 6
     wild = train_runs.run("--lr 1e30 --save-every 1 --steps 12", tmp_path / "wild", 2)
     assert "--lr" in capsys.readouterr().err
+    applied = [row["step"] for row in metrics(wild) if "skipped" not in row]
+    assert saved_steps(wild) == applied[-2:]  # no step that was skipped
     assert all(torch.isfinite(x).all() for x in SD.read_state(wild).values())
 
 
@@ -38713,7 +38799,7 @@ def test_train_scale_the_time_of_a_step_includes_the_update(train_runs, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world, kills, steps", [(1, 30, 150), (4, 20, 60)])
+@pytest.mark.parametrize("world, kills, steps", [(1, 12, 60), (4, 8, 24)])
 def test_train_scale_kills_at_any_moment_lose_nothing(world, kills, steps, train_runs, tmp_path):
     """SIGKILL of one rank at random moments, --resume auto each time: the bits of a whole run."""
     more = f"--steps {steps} --save-every 2 --eval-every 1000 --resume auto"
@@ -38745,7 +38831,7 @@ def test_train_scale_kills_at_any_moment_lose_nothing(world, kills, steps, train
         if codes == [0] * world:  # it was through before the kill: once more
             shutil.rmtree(out)
             shutil.rmtree(tmp_path / "out.shm", ignore_errors=True)
-    assert killed == kills and len(done) > 5, log.read_text()[-3000:]
+    assert killed == kills and len(done) >= kills // 2, log.read_text()[-3000:]
     if codes != [0] * world:
         train_runs.on_ranks(flags("out"), out, world)
     assert_same_training(out, tmp_path / "whole")
@@ -38804,14 +38890,11 @@ def test_train_scale_replica_groups_equal_one_process(train_runs, tmp_path, ligh
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks, flags", [(1, ""), (2, "--zero 3")], ids=["one", "zero3"])
-def test_train_scale_a_killed_replica_group_comes_back(
-    ranks, flags, train_runs, tmp_path, lighthouse
-):
+def test_train_scale_a_killed_replica_group_comes_back(train_runs, tmp_path, lighthouse):
     """The other group goes on alone; restarted, it takes the other's state: the same bits."""
     lighthouse(1)
-    steps = 400 // ranks
-    flags += f" --steps {steps} --save-every 1000 --eval-every 1000"
+    steps, ranks = 200, 2
+    flags = f"--zero 3 --steps {steps} --save-every 1000 --eval-every 1000"
     written = lambda name: (tmp_path / name / "metrics.jsonl").exists()
     rows = lambda name: metrics(tmp_path / name) if written(name) else []
     start = lambda name, i: replica_group(train_runs.argv(flags, tmp_path / name), i, ranks)
@@ -38863,7 +38946,7 @@ TRAIN_LAYOUTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in TRAIN_LAYOUTS if name != "one"])
 def test_train_scale_a_run_resumes_under_any_other_layout(name, train_runs, tmp_path):
-    """In one process and in two other layouts: the same bits as from that state written whole by
+    """In one process and in another layout: the same bits as from that state written whole by
     one process. (Its own: the tests of interrupted runs.)"""
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
     shape = json.loads(train_runs["tiny"].read_text()) | heads
@@ -38882,7 +38965,7 @@ def test_train_scale_a_run_resumes_under_any_other_layout(name, train_runs, tmp_
     _, step, about = SD.saved_run(parts)
     T.Checkpoints(whole / SD.CHECKPOINTS, sync=True).save(step, SD.read_state(parts), about)
     many = [*TRAIN_LAYOUTS][1:] * 2
-    for other in ("one", *many[many.index(name) + 1 :][:2]):
+    for other in ("one", many[many.index(name) + 1]):
         ends = []
         for begin in (parts, whole):
             out = Path(shutil.copytree(begin, tmp_path / f"{begin.name} {other}"))
@@ -39219,7 +39302,7 @@ ck_ranks = on_ranks("ck_ranks", ck_works)
 @pytest.mark.parametrize("name", CHECKPOINT)
 def test_checkpoint_on_four_ranks(ck_ranks, name):
     """Any layout loads under any other; failures are known to all ranks and lose nothing."""
-    ck_ranks[name]
+    assert ck_ranks[name] == [None] * 4  # each rank has checked its results
 
 
 # ---- in one process ----
@@ -39277,6 +39360,7 @@ def test_checkpoint_large_tensors_are_written_in_rows(tmp_path, monkeypatch):
     x, keeper = torch.randn(10, 10), CK.Checkpoints(tmp_path, sync=True)
     halves = [((0, 0), (slice(0, 5),)), ((5, 0), (slice(5, 10),))]
     whole = {"x": x, "long": x.view(1, 100), "one": x[0, 0], "none": torch.zeros(0, 3), "two": x}
+    whole |= {"conj": torch.tensor([1 + 2j]).conj(), "neg": torch.tensor([1 + 2j]).conj().imag}
     keeper.save(1, whole | {"two": CK.ShardedTensor(x, x.shape, halves)}, {})
     path = tmp_path / "step-00000001"
     saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
@@ -39388,7 +39472,7 @@ REFUSED |= {
 
 
 # --------------------------------------------------------------------------------------------------
-# recovery.py
+# recovery.py, watchdog.py
 # --------------------------------------------------------------------------------------------------
 
 # ---- harness ----
@@ -39608,7 +39692,7 @@ def re_watchdog(env, name, **options):
     """(watchdog, its reports)"""
     reports, options = [], dict(timeout=0.6, first_timeout=0.6) | options
     calls = dict(report=reports.append, on_hang=lambda: None)
-    return RE.Watchdog(dist.PrefixStore(name, env.store), env.rank, 4, **calls, **options), reports
+    return WD.Watchdog(dist.PrefixStore(name, env.store), env.rank, 4, **calls, **options), reports
 
 
 def re_reported(env, reports, name, ranks=range(4)):
@@ -39675,7 +39759,7 @@ def recovery_case_exited_rank_is_named(env):
 
 def recovery_case_busy_and_waiting_times(env):
     """Rank 2 works for 60 ms a step where the others do for 10: it is the straggler."""
-    watch = RE.Watchdog(None, 0, 1, timeout=30.0, first_timeout=30.0, report=print, on_hang=int)
+    watch = WD.Watchdog(None, 0, 1, timeout=30.0, first_timeout=30.0, report=print, on_hang=int)
     dist.barrier()
     watch.wait_times()
     start = time.perf_counter()
@@ -39688,7 +39772,7 @@ def recovery_case_busy_and_waiting_times(env):
     watch.close()
     assert abs(waiting + busy - passed) < 0.05
     assert waiting < 0.4 * passed if env.rank == 2 else waiting > 0.5 * passed
-    text = RE.stragglers(rows)
+    text = WD.stragglers(rows)
     assert "time): rank 2 (" in text and text.count("rank") == 1
 
 
@@ -39715,7 +39799,7 @@ def recovery_case_suspended_rank_is_named(env):
 
 
 def re_setup(env):
-    RE.STORE_TIMEOUT = 2.0  # a loaded machine answers later than an idle one
+    WD.STORE_TIMEOUT = 2.0  # a loaded machine answers later than an idle one
 
 
 RECOVERY = cases_named("recovery_case_")
@@ -39725,11 +39809,15 @@ re_ranks = on_ranks("re_ranks", RECOVERY, setup=re_setup)
 @pytest.mark.parametrize("name", RECOVERY)
 def test_recovery_on_four_ranks(re_ranks, name):
     """Memory checkpoints survive losses, damage and restarts; the watchdog names the stuck rank."""
-    re_ranks[name]
+    assert re_ranks[name] == [None] * 4  # each rank has checked its results
 
 
 def test_recovery_memory_checkpoint_of_one_process(tmp_path):
-    """No partner: put, a full disk, get and clear."""
+    """No partner: put, a full disk, get and clear, in a folder of which other files are kept."""
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    others = [tmp_path / "a" / "b" / name for name in ("model.pt", "1-2.pt", "notes.tmp")]
+    for path in others:
+        path.touch()
     memory = re_memory(tmp_path / "a" / "b", 0)
     re_restores(memory, None, 0)
     memory.put(1, re_state(0, 1), {"rank": 0})
@@ -39741,11 +39829,11 @@ def test_recovery_memory_checkpoint_of_one_process(tmp_path):
             memory.put(2, re_state(0, 2), {"rank": 0})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert re_names(memory.folder) == ["00000001-0-0.pt"]
+    assert [p.name.split("-", 1)[1] for p in memory._copies()] == ["00000001-0-0.pt"]
     memory.put(2, re_state(0, 2), {"rank": 0})
     re_restores(memory, 2, 0)
     memory.clear()
-    assert memory.newest() is None and re_names(memory.folder) == []
+    assert memory.newest() is None and sorted(memory.folder.iterdir()) == sorted(others)
 
 
 class HostCopies(OnGPU):
@@ -39862,7 +39950,7 @@ def test_recovery_killed_at_any_moment(tmp_path):
 def test_recovery_waiting_thread_is_recognized(files, line, waits, tmp_path):
     """By the innermost line: of a thread in the first of `files`, called from those after it."""
     seen, call = [], None
-    look = lambda *args: seen.append(RE._is_waiting(sys._getframe(1)))
+    look = lambda *args: seen.append(WD._is_waiting(sys._getframe(1)))
     x = type("X", (), {"__getattr__": lambda self, name: look})()
     for number, name in enumerate(files.split()):
         path = tmp_path / name
@@ -39873,7 +39961,7 @@ def test_recovery_waiting_thread_is_recognized(files, line, waits, tmp_path):
         call = partial(space["run"], call=call)
     linecache.clearcache()
     call(x)
-    assert seen == [waits] and not RE._is_waiting(None)
+    assert seen == [waits] and not WD._is_waiting(None)
 
 
 @pytest.mark.parametrize(
@@ -39896,7 +39984,7 @@ def test_recovery_waiting_for_the_own_gpu_is_work(status, line, waits, tmp_path,
     monkeypatch.setattr(at, "_dump_nccl_trace_json", dump, raising=False)
     seen, path, space = [], tmp_path / "loop.py", {}
     x = type("X", (), {"__getattr__": lambda self, name: look})()
-    look = lambda: seen.append(RE._is_waiting(sys._getframe(1)))
+    look = lambda: seen.append(WD._is_waiting(sys._getframe(1)))
     path.write_text(f"def run(x):\n    {line}\n")
     exec(compile(path.read_text(), str(path), "exec"), space)
     linecache.clearcache()
@@ -39906,12 +39994,12 @@ def test_recovery_waiting_for_the_own_gpu_is_work(status, line, waits, tmp_path,
 
 def test_recovery_stragglers():
     """Ranks busy more than 10% of the time longer than the median are named, and only they."""
-    assert RE.stragglers([(0.0, 1.0)]) is None and RE.stragglers([(0.0, 0.0)] * 2) is None
-    assert RE.stragglers([(0.1, 1.0), (0.0, 1.1), (0.1, 1.0), (0.0, 1.1)]) is None
-    assert RE.stragglers([(9.9, 0.1), (9.8, 0.2), (9.9, 0.1)]) is None  # twice as long, but 1%
-    text = RE.stragglers([(1.0, 1.0), (0.0, 2.0), (1.0, 1.0), (1.0, 1.0)])
+    assert WD.stragglers([(0.0, 1.0)]) is None and WD.stragglers([(0.0, 0.0)] * 2) is None
+    assert WD.stragglers([(0.1, 1.0), (0.0, 1.1), (0.1, 1.0), (0.0, 1.1)]) is None
+    assert WD.stragglers([(9.9, 0.1), (9.8, 0.2), (9.9, 0.1)]) is None  # twice as long, but 1%
+    text = WD.stragglers([(1.0, 1.0), (0.0, 2.0), (1.0, 1.0), (1.0, 1.0)])
     assert text == "busy longer than the others (1.00 s, waiting 50% of the time): rank 1 (2.00 s)"
-    assert "0 (1.12 s)" in RE.stragglers([(0, 1.12), (0.12, 1)])
+    assert "0 (1.12 s)" in WD.stragglers([(0, 1.12), (0.12, 1)])
 
 
 def re_row(**changes):
@@ -39936,17 +40024,17 @@ def test_recovery_find_culprit(changes, culprit, why):
     """The stuck rank of three: stopped ones first, then busy ones, then those furthest behind."""
     rows = lambda beat: {r: re_row(beat=beat) for r in range(3)}
     after = {r: row | (changes.get(r) or {}) for r, row in rows(2).items()}
-    found = RE.find_culprit(rows(1), after, 4 if 3 in changes else 3)
+    found = WD.find_culprit(rows(1), after, 4 if 3 in changes else 3)
     assert list(found) == ([] if culprit is None else [culprit])
     assert all(why in text for text in found.values())
     late = {r: row for r, row in rows(1).items() if r}  # rank 0 came between the looks
-    assert RE.find_culprit(late, rows(2), 3) == {}
+    assert WD.find_culprit(late, rows(2), 3) == {}
 
 
 def test_recovery_reports_of_many_ranks_are_short():
     """Of a thousand ranks, 16 are listed in each line."""
     after = {r: re_row(beat=2, waits=r < 900, stack=f"at{r}") for r in range(1000)}
-    text = RE._hang_report(5, {r: re_row() for r in range(1000)}, after, 1000)
+    text = WD._hang_report(5, {r: re_row() for r in range(1000)}, after, 1000)
     assert len(text.splitlines()) == 1 + 2 * 16 + 2 and "rank 915 " in text and "at915" in text
     assert "waits, for 1.0 s: rank 0, 1, 2," in text and text.endswith("15, ...")
 
@@ -39955,7 +40043,7 @@ def test_recovery_watchdog_of_one_process():
     """A phase, not a step, has the limit; none before the first step, another one in it."""
     reports, hung = [], threading.Event()
     calls = dict(report=reports.append, on_hang=hung.set)
-    watch = RE.Watchdog(None, 0, 1, timeout=0.1, first_timeout=60, **calls)
+    watch = WD.Watchdog(None, 0, 1, timeout=0.1, first_timeout=60, **calls)
     time.sleep(0.25)  # before the first step
     for step in (5, 6):
         for phase in "ab":  # 0.1 s a step, but none in one phase
@@ -39967,7 +40055,7 @@ def test_recovery_watchdog_of_one_process():
     assert "step 7, c" in reports[0] and "stuck: rank 0 is not waiting" in reports[0]
     watch.close()
     assert not any(thread.is_alive() for thread in watch.threads)
-    first = RE.Watchdog(None, 0, 1, timeout=60, first_timeout=0.1, **calls)
+    first = WD.Watchdog(None, 0, 1, timeout=60, first_timeout=0.1, **calls)
     hung.clear()
     first.beat(0, "compile")
     assert hung.wait(5) and "step 0, compile" in reports[1]
@@ -39978,7 +40066,7 @@ def test_recovery_a_wait_that_an_exception_ends_is_not_a_hang(monkeypatch):
     """Closed while its own hang is diagnosed, as when a collective fails because a peer ended."""
     reports = []
     calls = dict(report=reports.append, on_hang=int)
-    watch = RE.Watchdog(None, 0, 1, timeout=0.1, first_timeout=0.1, **calls)
+    watch = WD.Watchdog(None, 0, 1, timeout=0.1, first_timeout=0.1, **calls)
     diagnosed = threading.Event()
     monkeypatch.setattr(watch, "_diagnose", lambda: (watch._over.set(), diagnosed.set()))
     watch.beat(1, "a")
@@ -39990,9 +40078,9 @@ def test_recovery_a_wait_that_an_exception_ends_is_not_a_hang(monkeypatch):
 def test_recovery_a_suspended_process_is_not_a_hang(monkeypatch):
     """A clock that jumps by 1000 s counts as one second."""
     reports, jump, real = [], [0.0], time.perf_counter
-    monkeypatch.setattr(RE.time, "perf_counter", lambda: real() + jump[0])
+    monkeypatch.setattr(WD.time, "perf_counter", lambda: real() + jump[0])
     calls = dict(report=reports.append, on_hang=int)
-    watch = RE.Watchdog(None, 0, 1, timeout=5.0, first_timeout=5.0, **calls)
+    watch = WD.Watchdog(None, 0, 1, timeout=5.0, first_timeout=5.0, **calls)
     watch.beat(1, "a")
     time.sleep(0.05)
     jump[0] = 1000.0
@@ -40138,7 +40226,7 @@ def test_recovery_guard_resumes():
         assert b.state_dict() == one.state_dict()
 
 
-re_watch = partial(RE.Watchdog, first_timeout=1, report=print, on_hang=int)
+re_watch = partial(WD.Watchdog, first_timeout=1, report=print, on_hang=int)
 REFUSED |= {
     "recovery: ranks without a store": (lambda: re_watch(None, 0, 2, timeout=1), "store = None"),
     "recovery: no timeout": (lambda: re_watch(None, 0, 1, timeout=0), "timeout = 0"),

@@ -14,10 +14,10 @@
     python train.py --init checkpoints/small --task draft-head --out runs/head
                                                  a draft head for speculative decoding
 
-training/config.py has every flag and which go together; train() is the program from data to the
-last checkpoint, with one loop. Another loss is an objective (training/step.py),
-another optimizer a branch of build_optimizer (training/build.py), another reaction to a failure a
-callback (training/callbacks.py).
+training/config.py has every flag and which go together; Trainer builds the parts of a run, and its
+loop() is the one loop. Another loss is an objective (training/step.py), another optimizer a branch
+of build_optimizer (training/build.py), another reaction to a failure a callback
+(training/callbacks.py).
 
 OUT holds metrics.jsonl and checkpoints/; when the run ends or is stopped, it is also a Hugging Face
 folder (config.json, model.safetensors in bf16, tokenizer) that generate.py and transformers open.
@@ -48,7 +48,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent
 for folder in "huggingface generation serving quantization training parallelism".split():
@@ -60,186 +59,212 @@ from parallelism.dist_env import DistEnv, init_distributed
 from parallelism.parallel_dims import ParallelDims
 from training.build import build_model, build_optimizer, compile_model, meta_model, model_config
 from training.callbacks import (
-    Callback, Callbacks, DiLoCoWorker, MemoryCheckpoints, OffloadFolder, Profiler, RankMonitor, log,
+    Callback, Callbacks, DiLoCoWorker, MemoryCheckpoints, OffloadFolder, Profiler, RankMonitor,
 )  # fmt: skip
 from training.checkpoint import Checkpoints
-from training.config import FIXED, RESTORED, SAVED_AS, TrainConfig, check_combinations
-from training.config import check_experts, parse_args
+from training.config import TrainConfig, check_experts, parse_args
 from training.dataset import TOKENIZER_FILES, build_dataset
-from training.draft_head import DRAFT_HEAD, build_draft_head, save_draft_head
+from training.draft_head import build_draft_head, save_draft_head
 from training.lora_jobs import build_job_datasets
-from training.metrics import Metrics, PeakMemory, Throughput, plot, progress_bar, summary
-from training.metrics import summary_writer
+from training.metrics import Metrics, PeakMemory, Throughput, log, plot, progress_bar, show_row
+from training.metrics import summary, summary_writer
 from training.objectives import build_objective
 from training.optimizers import LossScaler, learning_rate
-from training.flags import check_limits
 from training.recovery import Diverged, Guard, stop_on_signals
 from training.replica_groups import ReplicaGroup
-from training.state import CHECKPOINTS, TrainState, export, saved_run
+from training.state import CHECKPOINTS, TrainState, export, restore_settings
 from training.step import LoadBalancer, clip_gradients, forward_backward, make_attend
-
-
-def restore_settings(config: TrainConfig) -> None:
-    """With --resume, fill the config from the checkpoint. ValueError if OUT holds something else,
-    or a given setting contradicts the run's."""
-    saved = saved_run(config.out)
-    if config.resume == "auto" and saved is None:  # there may still be a checkpoint in memory
-        config.resume = None
-    if config.resume is None:
-        check_output_dir(config.out, saved)
-        check_combinations(config)
-        return
-    if saved is None:
-        raise ValueError(
-            f"--resume: {config.out / CHECKPOINTS} has no checkpoint; nothing was saved yet, start "
-            "without --resume"
-        )
-    run = saved[2]["run"]
-    for name in (*FIXED, *RESTORED):
-        if name not in config.given:  # a run saved before the field existed lacks its key
-            setattr(config, name, run.get(SAVED_AS.get(name, name), getattr(config, name)))
-    if config.dtype == "auto":
-        config.dtype = run["dtype"]
-    for name in config.changed_settings(run):
-        raise ValueError(
-            f"{config.shown(name)} {getattr(config, name)} differs from the run's "
-            f"{run.get(SAVED_AS.get(name, name))}; omit it, or start a new run in another --out"
-        )
-    for name in ("init", "lora_jobs", "memory_checkpoint_dir"):
-        setattr(config, name, getattr(config, name) and Path(getattr(config, name)))
-    check_limits(config)
-    check_combinations(config)
-
-
-def check_output_dir(out: Path, saved: tuple[Path, int, Any] | None) -> None:
-    """ValueError if OUT holds results that a new run would overwrite."""
-    if saved is not None:
-        raise ValueError(
-            f"--out {out}: holds a run of {saved[1]} steps; continue it with --resume, or choose "
-            "another folder"
-        )
-    existing = {path.name for path in out.glob("*.safetensors")}
-    if existing:
-        what = "a draft head" if existing == {DRAFT_HEAD} else "a model but no run to resume"
-        raise ValueError(f"--out {out}: holds {what}; choose another folder")
-
-
-# --------------------------------------------------------------------------------------------------
-# The program
-# --------------------------------------------------------------------------------------------------
 
 
 def train(config: TrainConfig) -> None:
     """Train until --steps or a signal, from the newest checkpoint if resumed; then export."""
     restore_settings(config)
-    env = init_distributed(config)  # device, dtype, rank and world size
-    model_cfg = model_config(config)
-    check_experts(config, model_cfg)
-    layout = ParallelDims(config, model_cfg, env.world, env.device.type)  # meshes; checks sizes
-    prepare_output(config, env)
-    dataset = (build_job_datasets if config.lora_jobs else build_dataset)(config, model_cfg, env)
-    memory = PeakMemory(env.device)
-    if config.task == "draft-head":
-        model = build_draft_head(config, model_cfg, env)
-    else:
-        model = build_model(config, model_cfg, env, layout)  # TP -> recompute -> compile -> FSDP
-    step_model = compile_model(model) if config.compile and layout.mesh is None else model
-    optimizer = build_optimizer(model, layout, config)
-    objective = build_objective(config, model, dataset, env, layout)
-    attend = layout.attend(make_attend(config.attention, layout.packed))
-    losses = dict(aux=config.aux_loss, seq=config.seq_aux_loss, z=config.router_z_loss)
-    balance = LoadBalancer(model, **losses, layout=layout)
-    scaler = LossScaler() if config.dtype == "fp16" else None
-    has_spikes = config.loss_spike_sigma and config.task not in ("dpo", "grpo")
-    guard = Guard(config.max_skipped_batches, config.loss_spike_sigma if has_spikes else math.inf)
-    extra = config, guard, scaler, dataset.fingerprint
-    state = TrainState(model, optimizer, layout, *extra)
-    checkpoints = Checkpoints(config.out / CHECKPOINTS, keep=config.keep_latest_k)
-    callbacks = build_callbacks(config, state, checkpoints, env, memory)
-    speed, bar = Throughput(config, model_cfg, env), None
+    trainer = Trainer(config)
     try:
-        step = resume(config, state, checkpoints, callbacks)  # the number of finished steps
-        log_start(config, model, dataset.size, layout, step, env)
-        signals, stopping = stop_on_signals(), False
-        metrics = Metrics(config.out, step, config.tensorboard) if env.rank == 0 else None
-        bar = progress_bar(step, config.steps, env)
-        step = callbacks.start(step)
+        step = trainer.loop()
+        trainer.finish(step)
+    except Diverged:
+        trainer.checkpoints.wait()  # all ranks are here
+        raise
+    finally:
+        trainer.close()
+
+
+class Trainer:
+    """The parts of a run, in the order in which they are built, and the loop."""
+
+    def __init__(self, config: TrainConfig):
+        self.config, self.env = config, init_distributed(config)  # device, dtype, ranks
+        model_cfg = model_config(config)
+        check_experts(config, model_cfg)
+        # meshes; checks sizes
+        self.layout = ParallelDims(config, model_cfg, self.env.world, self.env.device.type)
+        prepare_output(config, self.env)
+        prepare_data = build_job_datasets if config.lora_jobs else build_dataset
+        self.dataset = prepare_data(config, model_cfg, self.env)
+        memory = PeakMemory(self.env.device)
+        if config.task == "draft-head":
+            self.model = build_draft_head(config, model_cfg, self.env)
+        else:  # TP -> recompute -> compile -> FSDP
+            self.model = build_model(config, model_cfg, self.env, self.layout)
+        compiled = config.compile and self.layout.mesh is None
+        self.step_model = compile_model(self.model) if compiled else self.model
+        self.optimizer = build_optimizer(self.model, self.layout, config)
+        self.objective = build_objective(config, self.model, self.dataset, self.env, self.layout)
+        self.attend = self.layout.attend(make_attend(config.attention, self.layout.packed))
+        self.balance = LoadBalancer(
+            self.model, aux=config.aux_loss, seq=config.seq_aux_loss, z=config.router_z_loss,
+            layout=self.layout,
+        )  # fmt: skip
+        self.scaler = LossScaler() if config.dtype == "fp16" else None
+        has_spikes = config.loss_spike_sigma and config.task not in ("dpo", "grpo")
+        spike_sigma = config.loss_spike_sigma if has_spikes else math.inf
+        self.guard = Guard(config.max_skipped_batches, spike_sigma)
+        self.state = TrainState(
+            self.model, self.optimizer, self.layout, config, self.guard, self.scaler,
+            self.dataset.fingerprint,
+        )  # fmt: skip
+        self.checkpoints = Checkpoints(config.out / CHECKPOINTS, keep=config.keep_latest_k)
+        self.callbacks = build_callbacks(config, self.state, self.checkpoints, self.env, memory)
+        self.speed = Throughput(config, model_cfg, self.env)
+        self.metrics, self.bar = None, None
+
+    def loop(self) -> int:
+        """Train up to --steps or a signal; returns the number of finished steps."""
+        config, env, layout = self.config, self.env, self.layout
+        optimizer, checkpoints, callbacks = self.optimizer, self.checkpoints, self.callbacks
+        step, stopping = self.start(), False
         while step < config.steps and not stopping:
             step = callbacks.before_step(step)  # a replica group may be behind the others
             callbacks.phase(step + 1, "data")
-            speed.start()
-            batch = objective.batch(step).to(env.device, non_blocking=True)
-            data_wait = speed.elapsed()
+            self.speed.start()
+            batch = self.objective.batch(step).to(env.device, non_blocking=True)
+            data_wait = self.speed.elapsed()
 
             callbacks.phase(step + 1, "forward and backward")
             lr = set_learning_rate(optimizer, config, step)
             if config.optimizer_in_backward:
                 checkpoints.wait_for_staging()
-            scale = scaler.scale if scaler else 1.0
-            rest = env.autocast, attend, balance, layout, objective, scale
+            scale = self.scaler.scale if self.scaler else 1.0
             with callbacks.dump_on_error():
-                losses = forward_backward(step_model, batch, config.micro_batch_size, *rest)
+                losses = forward_backward(
+                    self.step_model, batch, config.micro_batch_size, env.autocast, self.attend,
+                    self.balance, layout, self.objective, scale,
+                )  # fmt: skip
                 losses = callbacks.reduce_gradients(losses)
 
             callbacks.phase(step + 1, "update")
-            groups = objective.clip_groups(model) if config.lora_jobs else ()
-            norm = clip_gradients(model, config.grad_clip, layout, scale, groups)
+            groups = self.objective.clip_groups(self.model) if config.lora_jobs else ()
+            norm = clip_gradients(self.model, config.grad_clip, layout, scale, groups)
             checkpoints.wait_for_staging()  # the last step's weights must be copied first
-            skipped = callbacks.vote()
-            skipped = skipped or reason_to_skip(
-                config, step + 1, losses["loss"], norm, guard, scaler
-            )
+            skipped = callbacks.vote() or self.reason_to_skip(step + 1, losses["loss"], norm)
             if skipped is None:
                 optimizer.step()
-                state.updates += 1
+                self.state.updates += 1
             optimizer.zero_grad()
-            balance.update(layout)
+            self.balance.update(layout)
             step += 1
-            callbacks.phase(step, "logging")
 
+            callbacks.phase(step, "logging")
             # waits for the GPU, so that the step's time includes the update
-            stopping, data_wait = sync_stop_and_data_wait(signals, data_wait, env.device)
-            row = {"step": step, **losses, "lr": lr, **balance.row, **objective.row, **speed.row()}
-            row["data_wait"] = data_wait
+            stopping, data_wait = sync_stop_and_data_wait(self.signals, data_wait, env.device)
+            row = {"step": step, **losses, "lr": lr, **self.balance.row, **self.objective.row}
+            row |= self.speed.row() | {"data_wait": data_wait}
             row |= {} if config.optimizer_in_backward else {"grad_norm": norm}
             row |= {"skipped": skipped} if skipped else {}
             step = row["step"] = callbacks.after_update(step, row)  # DiLoCo may skip steps
             done = step == config.steps
             if step % config.eval_every == 0 or done:
                 callbacks.phase(step, "validation")
-                with env.autocast():
-                    row |= objective.validate(step_model, config.micro_batch_size, attend)
-                layout.reshard(step_model)
-                row |= {"expert_load": balance.expert_load()} if balance.row else {}
-                row |= callbacks.statistics()
-            log_row(row, env, bar)
-            if metrics is not None:
-                metrics.write(row)
+                row |= self.validate()
+            self.report(row)
             if (step % config.save_every == 0 and skipped is None) or stopping or done:
                 checkpoints.save(step, *callbacks.checkpoint(), async_staging=True)
             callbacks.after_step(step)
-            bar.update(step - bar.n)
-        checkpoints.wait()
-        callbacks.finish(stopped=step < config.steps)
-        if metrics is not None:
-            metrics.close()
-        if env.rank == 0 and config.task == "draft-head":
-            save_draft_head(config.out, model, step)
-        elif env.rank == 0:
+        return step
+
+    def start(self) -> int:
+        """Resume, and report the run; returns the number of finished steps."""
+        config, env, model = self.config, self.env, self.model
+        step = self.resume()
+        if env.rank == 0:
+            full = model if config.task == "draft-head" else meta_model(model.config)
+            print(summary(config, full, self.dataset.size, step, env), file=sys.stderr)
+            if self.layout.mesh is not None:
+                print(self.layout.mesh, file=sys.stderr)
+        self.signals = stop_on_signals()
+        if env.rank == 0:
+            self.metrics = Metrics(config.out, step, config.tensorboard)
+        self.bar = progress_bar(step, config.steps, env)
+        return self.callbacks.start(step)
+
+    def resume(self) -> int:
+        """Load the newest intact state, from memory checkpoints or from disk; returns its step."""
+        found = self.checkpoints.newest() if self.config.resume else None
+        if (step := self.callbacks.restore(found.step if found else 0)) is not None:
+            return step
+        if found is None:
+            return 0
+        self.state.load(self.checkpoints, found)
+        self.callbacks.load(found)
+        return found.step
+
+    def reason_to_skip(self, step: int, loss: float, norm: float) -> str | None:
+        """Why this batch's gradient is not applied, the same on all ranks, or None. Diverged after
+        too many skipped batches."""
+        config, scaler, reason = self.config, self.scaler, None
+        if scaler is not None and not scaler.update(math.isfinite(norm)):
+            reason = f"a gradient overflowed; the loss scale is now {scaler.scale:g}"
+        hint = f"the last checkpoint in {config.out} is intact; resume from it with a lower --lr"
+        if reason is None or scaler.scale == scaler.MIN_SCALE:
+            try:
+                reason = self.guard.judge(loss, norm)
+            except Diverged as e:
+                raise Diverged(f"step {step}: {e} ({hint})") from None
+        if reason is not None and config.optimizer_in_backward:
+            raise Diverged(f"step {step}: {reason}; the update is already applied ({hint})")
+        return reason
+
+    def validate(self) -> dict[str, Any]:
+        """What a validation adds to the row of its step. Collective."""
+        with self.env.autocast():
+            row = self.objective.validate(
+                self.step_model, self.config.micro_batch_size, self.attend
+            )
+        self.layout.reshard(self.step_model)
+        row |= {"expert_load": self.balance.expert_load()} if self.balance.row else {}
+        return row | self.callbacks.statistics()
+
+    def report(self, row: Mapping[str, Any]) -> None:
+        """Show a step, and write it to metrics.jsonl."""
+        show_row(row, self.env, self.bar)
+        if self.metrics is not None:
+            self.metrics.write(row)
+        self.bar.update(row["step"] - self.bar.n)
+
+    def finish(self, step: int) -> None:
+        """The loop has ended after `step`: export."""
+        config, stopped = self.config, step < self.config.steps
+        self.checkpoints.wait()
+        self.callbacks.finish(stopped)
+        if self.metrics is not None:
+            self.metrics.close()
+        if self.env.rank == 0 and config.task == "draft-head":
+            save_draft_head(config.out, self.model, step)
+        elif self.env.rank == 0:
             export(config.out, config.out, config.lora_merged)
-        if step < config.steps:
+        if stopped:
             text = f"stopped after step {step}, saved in {config.out}; continue with --resume"
-            log(env, text)
-    except Diverged:
-        checkpoints.wait()  # all ranks are here
-        raise
-    finally:
-        if bar is not None:
-            bar.close()
-        if env.world == 1:  # with more ranks, one may be dead and this would hang
+            log(self.env, text)
+
+    def close(self) -> None:
+        """End threads and connections, also after an error."""
+        if self.bar is not None:
+            self.bar.close()
+        if self.env.world == 1:  # with more ranks, one may be dead and this would hang
             with contextlib.suppress(OSError):
-                checkpoints.wait()
-        callbacks.close()
+                self.checkpoints.wait()
+        self.callbacks.close()
 
 
 def build_callbacks(
@@ -271,20 +296,6 @@ def prepare_output(config: TrainConfig, env: DistEnv) -> None:
         leftover.unlink()
 
 
-def resume(
-    config: TrainConfig, state: TrainState, checkpoints: Checkpoints, callbacks: Callbacks
-) -> int:
-    """Load the newest intact state, from memory checkpoints or from disk; returns its step."""
-    found = checkpoints.newest() if config.resume else None
-    if (step := callbacks.restore(found.step if found else 0)) is not None:
-        return step
-    if found is None:
-        return 0
-    state.load(checkpoints, found)
-    callbacks.load(found)
-    return found.step
-
-
 def set_learning_rate(optimizer: Any, config: TrainConfig, step: int) -> float:
     """Set and return the learning rate of `step`, a function of the step: nothing to save."""
     lr = learning_rate(
@@ -294,26 +305,6 @@ def set_learning_rate(optimizer: Any, config: TrainConfig, step: int) -> float:
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("scale", 1.0)
     return lr
-
-
-def reason_to_skip(
-    config: TrainConfig, step: int, loss: float, norm: float, guard: Guard,
-    scaler: LossScaler | None,
-) -> str | None:  # fmt: skip
-    """Why this batch's gradient is not applied, the same on all ranks, or None. Diverged after too
-    many skipped batches."""
-    reason = None
-    if scaler is not None and not scaler.update(math.isfinite(norm)):
-        reason = f"a gradient overflowed; the loss scale is now {scaler.scale:g}"
-    hint = f"the last checkpoint in {config.out} is intact; resume from it with a lower --lr"
-    if reason is None or scaler.scale == scaler.MIN_SCALE:
-        try:
-            reason = guard.judge(loss, norm)
-        except Diverged as e:
-            raise Diverged(f"step {step}: {e} ({hint})") from None
-    if reason is not None and config.optimizer_in_backward:
-        raise Diverged(f"step {step}: {reason}; the update is already applied ({hint})")
-    return reason
 
 
 def sync_stop_and_data_wait(
@@ -326,38 +317,6 @@ def sync_stop_and_data_wait(
         dist.all_reduce(maxima, dist.ReduceOp.MAX)
     n_caught, wait = maxima.tolist()
     return n_caught > 0, round(wait, 4)
-
-
-def log_row(row: Mapping[str, Any], env: DistEnv, bar: tqdm) -> None:
-    """Show a step in the progress bar; a skipped one, and validations, on lines of their own."""
-    mfu = f", MFU {row['mfu']:.1%}" if "mfu" in row else ""
-    text = f"loss {row['loss']:.3f}, {row['tokens_per_second']:,.0f} tok/s{mfu}"
-    bar.set_postfix_str(text, refresh=False)
-    start = f"step {row['step']}: "
-    if "skipped" in row:
-        log(env, f"{start}skipped, {row['skipped']}")
-    if "peak_memory" in row:
-        text = f"loss {row['loss']:.4f}"
-        for name in ("val_loss", "val_accuracy", "val_reward"):
-            shown_as = "validation" if name == "val_loss" else name.removeprefix("val_")
-            text += f", {shown_as} {row[name]:.4f}" if name in row else ""
-        if "acceptance" in row:
-            text += ", accepted " + ", ".join(f"{rate:.0%}" for rate in row["acceptance"])
-        log(env, f"{start}{text}, peak {row['peak_memory'] / 2**20:,.0f} MiB")
-    if "stragglers" in row:
-        log(env, start + row["stragglers"])
-
-
-def log_start(
-    config: TrainConfig, model: torch.nn.Module, n_tokens: int | None, layout: ParallelDims,
-    step: int, env: DistEnv,
-) -> None:  # fmt: skip
-    """One line about the run, and the mesh."""
-    full = model if config.task == "draft-head" else meta_model(model.config)
-    if env.rank == 0:
-        print(summary(config, full, n_tokens, step, env), file=sys.stderr)
-        if layout.mesh is not None:
-            print(layout.mesh, file=sys.stderr)
 
 
 def export_run(config: TrainConfig) -> None:
@@ -387,6 +346,12 @@ def main(argv: list[str] | None = None) -> int:
             train(config)
     except (ValueError, OSError) as e:
         print(f"train.py: error: {e}", file=sys.stderr)
+        return 2
+    except RuntimeError as e:
+        if "memory" not in str(e):
+            raise
+        why = f"out of memory ({str(e).splitlines()[0]}); see --recompute, --offload and --zero"
+        print(f"train.py: error: {why}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # before the first step; later, Ctrl-C saves and exits
         return 130

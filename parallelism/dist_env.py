@@ -57,7 +57,7 @@ def init_distributed(args: TrainConfig) -> DistEnv:
     if world > 1:
         store, *_ = next(dist.rendezvous("env://"))
         store = fresh_store(store, rank, world)
-        os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")  # for recovery.Watchdog
+        os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")  # for watchdog.py
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     if args.dtype == "auto":

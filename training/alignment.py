@@ -56,26 +56,17 @@ def token_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def dpo_loss(
-    chosen: Tensor,
-    rejected: Tensor,
-    ref_chosen: Tensor,
-    ref_rejected: Tensor,
-    beta: float = 0.1,
-    label_smoothing: float = 0.0,
+    chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, beta: float = 0.1
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """DPO loss (arXiv:2305.18290, eq. 7) of pairs, from the sums of their token_logprobs, each
     (B,).
 
-    beta: strength of the implicit KL penalty. label_smoothing: assumed fraction of mislabeled pairs
-    (conservative DPO, Mitchell's note on noisy preferences).
-    Returns the loss and statistics, all summed over pairs: reward_margin = beta * (log-ratio of
-    chosen - log-ratio of rejected), and accuracy, 1 if the margin is above 0."""
+    beta: strength of the implicit KL penalty. Returns the loss and statistics, all summed over
+    pairs: reward_margin = beta * (log-ratio of chosen - log-ratio of rejected), and accuracy, 1 if
+    the margin is above 0."""
     _check(beta > 0, f"beta must be above 0, not {beta}")
-    smoothing_error = f"label_smoothing must be from 0 to below 0.5, not {label_smoothing}"
-    _check(0 <= label_smoothing < 0.5, smoothing_error)
     margin = beta * ((chosen - ref_chosen) - (rejected - ref_rejected))
-    correct, flipped = F.logsigmoid(margin), F.logsigmoid(-margin)
-    loss = -((1 - label_smoothing) * correct + label_smoothing * flipped).sum()
+    loss = -F.logsigmoid(margin).sum()
     margin = margin.detach()
     return loss, {"reward_margin": margin.sum(), "accuracy": (margin > 0).to(margin.dtype).sum()}
 
@@ -93,15 +84,9 @@ def group_advantages(rewards: Tensor, normalize: bool = True) -> Tensor:
 
 
 def grpo_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    ref_logprobs: Tensor | None,
-    advantages: Tensor,
-    mask: Tensor,
-    clip: float = 0.2,
-    clip_high: float | None = None,
-    kl: float = 0.0,
-) -> tuple[Tensor, dict[str, Tensor]]:
+    logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor | None, advantages: Tensor,
+    mask: Tensor, clip: float = 0.2, clip_high: float | None = None, kl: float = 0.0,
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """GRPO loss (arXiv:2402.03300, eq. 3) summed over tokens, from token_logprobs.
 
     logprobs (B, T) of the model; old_logprobs of the policy that sampled the tokens; ref_logprobs
@@ -180,7 +165,7 @@ def load_reward(name: str) -> Reward:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as e:  # user code may raise anything
+    except (Exception, SystemExit) as e:  # user code may raise anything
         raise ValueError(f"reward {name!r}: {path} failed: {type(e).__name__}: {e}") from e
     reward = getattr(module, function, None)
     _check(callable(reward), f"reward {name!r}: {path} has no function {function!r}")

@@ -129,32 +129,33 @@ def meta_model(config: ModelConfig) -> Transformer:
 
 
 def build_optimizer(
-    model: torch.nn.Module, layout: ParallelDims = SINGLE_PROCESS, args: TrainConfig | None = None
+    model: torch.nn.Module, layout: ParallelDims = SINGLE_PROCESS, args: TrainConfig = TrainConfig()
 ) -> Any:
     """The optimizer of args, by default AdamW (arXiv:1711.05101), with weight decay on matrices and
     embeddings, none on norms and biases. A group's "scale" multiplies the learning rate (muP)."""
-    width = model.config.dim if args and args.mup_base else 1
+    if args.lora_jobs:
+        return optimizer_factory(args)(job_groups(model, args))
     groups: dict[Any, list[Any]] = {(True, None, 1.0): [], (False, None, 1.0): []}
     for name, p in model.named_parameters():
         if p.requires_grad:
-            scale = mup_factors(name, p.shape, width, args.mup_base)[1] if width > 1 else 1.0
+            scale = 1.0
+            if args.mup_base:
+                scale = mup_factors(name, p.shape, model.config.dim, args.mup_base)[1]
             # a fused step needs all its tensors on one mesh
             key = p.dim() >= 2, getattr(p, "device_mesh", None), scale
             groups.setdefault(key, []).append((name, p))
-    if args is not None and args.lora_jobs:
-        return optimizer_factory(args)(job_groups(model, args))
-    decay = 0.1 if args is None else args.weight_decay
     settings = [  # weight_decay / scale keeps the decay per step independent of muP's scale
-        {"params": named, "weight_decay": decay / scale if decays else 0.0, "scale": scale}
+        {"params": named, "weight_decay": args.weight_decay / scale if decays else 0.0,
+         "scale": scale}
         for (decays, _, scale), named in groups.items() if named
     ]  # fmt: skip
-    if args is not None and args.optimizer == "muon":
+    if args.optimizer == "muon":
         return build_muon(settings)
     plain = [s | {"params": [p for _, p in s["params"]]} for s in settings]
     factory = optimizer_factory(args)
-    if args is not None and args.optimizer_in_backward:
+    if args.optimizer_in_backward:
         return OptimizerInBackward(plain, factory)
-    if args is not None and args.offload:
+    if args.offload:
         where = "cpu" if args.offload == "cpu" else offload_folder(args)
         return OffloadedOptimizer(plain, factory, where)
     return layout.optimizer(plain, factory)
@@ -167,13 +168,13 @@ def offload_folder(args: TrainConfig) -> Path:
     return Path(args.offload) / f"{run}-rank{rank}"
 
 
-def optimizer_factory(args: TrainConfig | None) -> Callable[..., torch.optim.Optimizer]:
+def optimizer_factory(args: TrainConfig) -> Callable[..., torch.optim.Optimizer]:
     """params -> the optimizer of --optimizer and --param-dtype, with learning rate 0 (the schedule
-    sets it); args None: AdamW."""
-    if args is not None and args.optimizer == "sgd":
+    sets it)."""
+    if args.optimizer == "sgd":
         return partial(torch.optim.SGD, lr=0.0, momentum=0.9)
     adamw = dict(lr=0.0, betas=(0.9, 0.95), eps=1e-8)
-    if args is not None and args.param_dtype == "bf16":
+    if args.param_dtype == "bf16":
         return partial(StochasticAdamW, **adamw, seed=args.seed)
     return partial(torch.optim.AdamW, **adamw, fused=True)
 

@@ -2,8 +2,8 @@
 
 train.py's loop calls `phase` as each phase of a step begins, `after_update` when the weights have
 changed, `after_step` when the step is logged and saved, `statistics` at each validation. A callback
-overrides what it needs. recovery.py, diloco.py and metrics.py have the mechanisms; this file joins
-them to the loop.
+overrides what it needs. recovery.py, watchdog.py, diloco.py and metrics.py have the mechanisms;
+this file joins them to the loop.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from tqdm import tqdm
 
 from parallelism.diloco import DiLoCo, ElasticExchange
 from parallelism.dist_env import DistEnv, rank0_first, set_collective_timeout
 from training.build import offload_folder
 from training.checkpoint import CheckpointInfo, Checkpoints, ShardedTensor, read_full_tensors
 from training.config import TrainConfig
-from training.metrics import PeakMemory, profile_step
-from training.recovery import MemoryCheckpoint, Watchdog, stragglers
+from training.metrics import PeakMemory, log, profile_step
+from training.recovery import MemoryCheckpoint
 from training.state import TrainState
+from training.watchdog import Watchdog, stragglers
 
 RUN_ID = "run.id"  # file in OUT with a random id of the run
 SIGTERM_GRACE = 10.0  # seconds for a step to finish after SIGTERM before the state is dumped
@@ -81,7 +81,8 @@ class Callback:
         """Tensors and JSON metadata to store in a checkpoint."""
         return {}, {}
 
-    def after_step(self, step: int) -> None: ...
+    def after_step(self, step: int) -> None:
+        """The step is logged and, if due, being saved."""
 
     def failed(self) -> None:
         """The forward or backward pass failed, perhaps because another rank died."""
@@ -89,7 +90,8 @@ class Callback:
     def finish(self, stopped: bool) -> None:
         """The loop has ended; stopped: by a signal."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """The run ends, perhaps with an error: stop threads and connections."""
 
 
 def _on_each(name: str) -> Any:
@@ -102,11 +104,25 @@ def _on_each(name: str) -> Any:
     return call
 
 
+def _through_each(name: str) -> Any:
+    """The same, of methods that return a new value of their first argument, which is passed on."""
+
+    def call(self: Callbacks, value: Any, *args: Any) -> Any:
+        for callback in self.callbacks:
+            value = getattr(callback, name)(value, *args)
+        return value
+
+    return call
+
+
 class Callbacks(Callback):
     """Several callbacks, called in turn."""
 
     load, phase, after_step = _on_each("load"), _on_each("phase"), _on_each("after_step")
     failed, finish, close = _on_each("failed"), _on_each("finish"), _on_each("close")
+    start, before_step = _through_each("start"), _through_each("before_step")
+    reduce_gradients = _through_each("reduce_gradients")
+    after_update = _through_each("after_update")
 
     def __init__(self, callbacks: list[Callback], state: TrainState):
         self.callbacks, self.state = callbacks, state
@@ -114,29 +130,12 @@ class Callbacks(Callback):
     def restore(self, after: int) -> int | None:
         return next((s for c in self.callbacks if (s := c.restore(after)) is not None), None)
 
-    def start(self, step: int) -> int:
-        for callback in self.callbacks:
-            step = callback.start(step)
-        return step
-
-    def before_step(self, step: int) -> int:
-        for callback in self.callbacks:
-            step = callback.before_step(step)
-        return step
-
-    def reduce_gradients(self, losses: dict[str, float]) -> dict[str, float]:
-        for callback in self.callbacks:
-            losses = callback.reduce_gradients(losses)
-        return losses
-
     def vote(self) -> str | None:
         reasons = [callback.vote() for callback in self.callbacks]
         return next(filter(None, reasons), None)
 
-    def after_update(self, step: int, row: dict[str, Any]) -> int:
-        for callback in self.callbacks:
-            step = callback.after_update(step, row)
-        return step
+    def statistics(self) -> dict[str, Any]:
+        return {k: x for callback in self.callbacks for k, x in callback.statistics().items()}
 
     def checkpoint(self) -> tuple[dict[str, ShardedTensor], dict[str, Any]]:
         """The whole checkpoint: the training state and what the callbacks add."""
@@ -145,9 +144,6 @@ class Callbacks(Callback):
             more_tensors, more_metadata = callback.checkpoint()
             tensors, metadata = tensors | more_tensors, metadata | more_metadata
         return tensors, metadata
-
-    def statistics(self) -> dict[str, Any]:
-        return {k: x for callback in self.callbacks for k, x in callback.statistics().items()}
 
     @contextlib.contextmanager
     def dump_on_error(self) -> Iterator[None]:
@@ -426,9 +422,3 @@ class DiLoCoWorker(Callback):
     def close(self) -> None:
         if self.is_rank0:
             self.workers.close()
-
-
-def log(env: DistEnv, line: str) -> None:
-    """Print a line above the progress bar, on rank 0."""
-    if env.rank == 0:
-        tqdm.write(line, file=sys.stderr)

@@ -282,7 +282,9 @@ def _copy_(to: Tensor, chunk: Tensor) -> Tensor:
     operations (a step of 8M parameters on 2 cores takes 1.35 times as long)."""
     if chunk.is_cuda:
         return to.copy_(chunk, non_blocking=True)
-    if chunk.is_contiguous():
+    if chunk.is_conj() or chunk.is_neg():  # in its memory the conjugation is not yet done
+        to.copy_(chunk)
+    elif chunk.is_contiguous():
         ctypes.memmove(to.data_ptr(), chunk.data_ptr(), chunk.nbytes)
     elif chunk.dim() > 1 and chunk[0].is_contiguous():
         for part, rows in zip(to, chunk):

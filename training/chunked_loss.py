@@ -52,18 +52,10 @@ def _check(condition: bool, message: str) -> None:
 
 
 def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    bias: Tensor | None = None,
-    chunk: int | None = None,
-    ignore_index: int = -100,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    group: dist.ProcessGroup | None = None,
-    vocab_start: int = 0,
-) -> Tensor:
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None,
+    chunk: int | None = None, ignore_index: int = -100, z_loss: float = 0.0,
+    softcap: float | None = None, group: dist.ProcessGroup | None = None, vocab_start: int = 0,
+) -> Tensor:  # fmt: skip
     """Sum over targets of lse - logit[target] + z_loss * lse^2, in nats, a scalar in fp32 (fp64 for
     fp64 inputs); logits = hidden weight^T + bias, or softcap * tanh(that / softcap) (Gemma 2).
 
@@ -136,13 +128,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 @torch.no_grad()
 def _loss(
-    config: _LossConfig,
-    needs_grad: list[bool],
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    t: Tensor,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    config: _LossConfig, needs_grad: list[bool], hidden: Tensor, weight: Tensor,
+    bias: Tensor | None, t: Tensor,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """The loss, and its gradients of hidden, weight and bias where needs_grad, else None."""
     acc_dtype = torch.promote_types(config.dtype, torch.float32)
     zeros = lambda i, x, dtype: x.new_zeros(x.shape, dtype=dtype) if needs_grad[i] else None

@@ -22,6 +22,7 @@ from quantize import RECIPES
 from training.flags import Settings, check_excludes, check_limits, check_requires, flag, parse
 from training.flags import parse_bytes, rare
 
+DRAFT_HEAD = "draft_head.safetensors"  # file in OUT of a trained draft head
 NUM_DRAFT_TOKENS = 4  # consecutive tokens drafted in the validation of a draft head
 TASK_LR = {"lora": 2e-4, "sft": 2e-5, "dpo": 1e-6, "grpo": 1e-5, "draft-head": 1e-2}
 RECOMPUTE = ("none", "attention", "selective", "full", "sqrt")
@@ -96,7 +97,7 @@ class TrainConfig(Settings):
     lora_merged: bool = rare(False, "merge adapters in exports")
     beta: float = rare(0.1, "dpo: penalty for leaving the model of --init", "positive")
     kl: float = rare(0.0, "grpo: coefficient of the KL divergence from --init", "0 or more")
-    num_generations: int = rare(8, "grpo: completions per prompt", "positive")
+    num_generations: int = rare(8, "grpo: completions per prompt", "2 or more")
     max_new_tokens: int = rare(64, "grpo: tokens per completion", "positive")
 
     # optimizer
@@ -180,8 +181,8 @@ class TrainConfig(Settings):
         "positive", nargs="?", const=1, metavar="RANKS")
     sequence_parallel: bool = rare(True, "with --tp: shard norms and residuals by position")
     cp_method: str = rare(
-        "zigzag", "ring attention, zigzag or striped; all-gather of k and v; or Ring Self-Attention, "
-        "which keeps all scores (parallelism/ring_self_attention.py)",
+        "zigzag", "ring attention, zigzag or striped; all-gather of k and v; or Ring Self-"
+        "Attention, which keeps all scores (parallelism/ring_self_attention.py)",
         choices=("zigzag", "striped", "all-gather", "ring-self-attention"))
     ep_node_size: int | None = rare(
         None, "ranks per node: tokens are sent once per node", "positive")
@@ -382,18 +383,21 @@ def check_combinations(config: TrainConfig) -> None:
     if c.min_lr_factor > 1 or c.outer_momentum >= 1:
         name = "outer_momentum" if c.outer_momentum >= 1 else "min_lr_factor"
         raise ValueError(f"{c.shown(name)} must be from 0 to 1, not {getattr(c, name)}")
-    if c.offload != "cpu" and (c.offload or "x").lower() == "cpu" or c.offload == "":
+    if c.offload not in (None, "cpu") and c.offload.lower() in ("", "cpu"):
         raise ValueError(f"--offload {c.offload}: must be cpu or a folder")
     if c.task == "grpo" and c.zero and not c.distributed_optimizer:
         raise ValueError(
             "--task grpo cannot be combined with --zero: it generates with unsharded weights"
         )
-    for name, factor, needed in (
-        ("batch_size", 2 if c.task == "dpo" else 1, "2 with --task dpo: a pair is two rows"),
-        ("micro_batch_size", 2 if c.task == "dpo" else 1, "2 with --task dpo"),
-        ("batch_size", c.num_generations if c.task == "grpo" else 1, "--set num_generations"),
-        ("steps", c.diloco or 1, f"--diloco {c.diloco}"),
-    ):
+    multiples = []
+    if c.task == "dpo":
+        multiples += [("batch_size", 2, "2 with --task dpo: a pair is two rows")]
+        multiples += [("micro_batch_size", 2, "2 with --task dpo")]
+    if c.task == "grpo":
+        multiples += [("batch_size", c.num_generations, "--set num_generations")]
+    if c.diloco is not None:
+        multiples += [("steps", c.diloco, f"--diloco {c.diloco}")]
+    for name, factor, needed in multiples:
         if getattr(c, name) % factor:
             raise ValueError(f"{c.shown(name)} {getattr(c, name)} must be a multiple of {needed}")
     if c.task == "draft-head" and c.seq_len < NUM_DRAFT_TOKENS + 2:

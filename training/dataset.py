@@ -2,8 +2,8 @@
 
 Prepares the tokenizer (that of --init, or trained on the documents) and, in OUT, the token files
 or, with --pack, --workers or several sources, shards of rows; for --task sft, conversations
-rendered with the chat template. This file applies the flags to data.py; rank 0 writes, the other
-ranks wait.
+rendered with the chat template. This file applies the flags to data.py, shards.py and chats.py;
+rank 0 writes, the other ranks wait.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ from huggingface.tokenizer import load_tokenizer
 from huggingface.weights import write_atomically
 from model import ModelConfig
 from parallelism.dist_env import DistEnv, rank0_first
-from training import data
+from training import shards
+from training.chats import chat_rows
 from training.config import TrainConfig
-from training.data import BOS, EOS, get_batch, read_documents, read_tokens, split_documents
+from training.data import BOS, EOS, Delimiters, get_batch, is_validation, read_conversations
+from training.data import read_documents, read_tokens, split_documents, stream_documents
 from training.data import write_tokens
 
 TOKENIZER_FILES = (
@@ -125,10 +127,11 @@ def build_dataset(args: TrainConfig, config: ModelConfig, env: DistEnv) -> Datas
 def prepare_text(args: TrainConfig, config: ModelConfig, env: DistEnv) -> Dataset:
     """The data set of --task text. Rank 0 writes OUT's tokenizer and token files; with --workers a
     thread continues to tokenize during training. Collective."""
-    paths = [s.path for s in data.parse_sources(args.data or ())] or [None]
+    given = shards.parse_sources(args.data or ())
+    paths = [source.path for source in given] or [None]
 
     def write() -> None:
-        for failed in args.out.glob(f"data/*/{data.FAILED}"):  # of an earlier start
+        for failed in args.out.glob(f"data/*/{shards.FAILED}"):  # of an earlier start
             failed.unlink()
         if not (args.resume and (args.out / "val.tokens").exists()):
             write_token_files(args, config, paths)
@@ -136,7 +139,7 @@ def prepare_text(args: TrainConfig, config: ModelConfig, env: DistEnv) -> Datase
     rank0_first(env, write)
     validation, B, T = open_tokens(args, "val", "validation"), args.batch_size, args.seq_len
     if args.pack:
-        rows = data.Shards(args.out / "data" / "held", shard_metadata(args, "held"))
+        rows = shards.Shards(args.out / "data" / "held", shard_metadata(args, "held"))
         validation = torch.stack([rows.row(i) for i in range(len(rows))])
     if not args.streamed:
         tokens = open_tokens(args, "train", "training")
@@ -144,13 +147,13 @@ def prepare_text(args: TrainConfig, config: ModelConfig, env: DistEnv) -> Datase
         return Dataset(rows, validation, len(tokens), len(tokens))
     folders = {path: args.out / "data" / str(i) for i, path in enumerate(paths)}
     if env.rank == 0:
-        write = partial(write_shards, args, config, folders)
-        threading.Thread(target=write, daemon=True).start() if args.workers else write()
+        tokenize = partial(write_shards, args, config, folders)
+        threading.Thread(target=tokenize, daemon=True).start() if args.workers else tokenize()
     # no timeout: another source may be written first; a failed writer is reported
-    open_shards = lambda path: data.Shards(folders[path], shard_metadata(args, path), timeout=1e9)
+    open_shards = lambda path: shards.Shards(folders[path], shard_metadata(args, path), timeout=1e9)
     sources = [open_shards(path) for path in folders]
-    weights = [s.weight for s in data.parse_sources(args.data or ())] or [1]
-    stream = data.Stream(sources, weights, args.seed, B)
+    weights = [source.weight for source in given] or [1]
+    stream = shards.Stream(sources, weights, args.seed, B)
     finished = all(source.finished for source in sources)
     fingerprint = [len(source) for source in sources] if finished else None
     size = sum(fingerprint) * T if finished else None
@@ -161,10 +164,10 @@ def write_token_files(args: TrainConfig, config: ModelConfig, paths: Sequence[st
     """Write OUT's tokenizer and validation tokens; training tokens too, unless documents are
     streamed into shards."""
     if args.streamed:
-        sources = [data.stream_documents(path) for path in paths]
-        val = [text for docs in sources for name, text in docs if data.is_validation(name)]
-        train = (text for path in paths for name, text in data.stream_documents(path)
-                 if not data.is_validation(name))  # fmt: skip
+        sources = [stream_documents(path) for path in paths]
+        val = [text for docs in sources for name, text in docs if is_validation(name)]
+        train = (text for path in paths for name, text in stream_documents(path)
+                 if not is_validation(name))  # fmt: skip
         val = val or [*islice(train, 1)]
     else:
         train, val = split_documents(read_documents(paths[0]))
@@ -175,7 +178,7 @@ def write_token_files(args: TrainConfig, config: ModelConfig, paths: Sequence[st
     if args.pack:
         folder, about = args.out / "data" / "held", shard_metadata(args, "held")
         settings = dict(delimiters=delimiters, about=about)
-        data.tokenize([*enumerate(val)], make, folder, args.seq_len, True, **settings)
+        shards.tokenize([*enumerate(val)], make, folder, args.seq_len, True, **settings)
     if not args.streamed:
         write_tokens(args.out / "train.tokens", encode, train, delimiters)
 
@@ -200,11 +203,11 @@ def prepare_task(args: TrainConfig, config: ModelConfig, env: DistEnv) -> Datase
     fingerprint = [hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16] for path in args.data]
     if args.task != "sft":
         return Dataset(None, None, None, fingerprint)
-    chats = [chat for path in args.data for chat in data.read_conversations(Path(path))]
+    chats = [chat for path in args.data for chat in read_conversations(Path(path))]
     train, val = train_val_split(chats)
     rest = *load_chat(args.out), args.seq_len, args.pack
-    rows, validation = data.chat_rows(train, *rest), data.chat_rows(val, *rest)
-    stream = data.Stream([data.Rows(rows)], [1], args.seed, args.batch_size)
+    rows, validation = chat_rows(train, *rest), chat_rows(val, *rest)
+    stream = shards.Stream([shards.Rows(rows)], [1], args.seed, args.batch_size)
     return Dataset(stream.rows, validation, rows[:, 1:].numel(), fingerprint)
 
 
@@ -212,7 +215,7 @@ def train_val_split(items: Sequence[Any]) -> tuple[dict[int, Any], dict[int, Any
     """(training items, validation items), each {number from 1: item}. One in 16 is for validation,
     or the last if there are few; a single item is used for both."""
     numbers = range(1, 1 + len(items))
-    val = [n for n in numbers if data.is_validation(str(n - 1))] or [*numbers][-1:]
+    val = [n for n in numbers if is_validation(str(n - 1))] or [*numbers][-1:]
     train = [n for n in numbers if n not in {*val}] or val
     return {n: items[n - 1] for n in train}, {n: items[n - 1] for n in val}
 
@@ -230,14 +233,14 @@ def write_shards(args: TrainConfig, config: ModelConfig, folders: Mapping[Any, P
     make = partial(make_encoder, args.out, config.vocab_size)
     delimiters, T = document_delimiters(config), args.seq_len
     for i, (path, folder) in enumerate(folders.items()):
-        train = ((n, text) for n, text in data.stream_documents(path) if not data.is_validation(n))
+        train = ((n, text) for n, text in stream_documents(path) if not is_validation(n))
         settings = dict(delimiters=delimiters, about=shard_metadata(args, path))
         try:
-            data.tokenize(train, make, folder, T, args.pack, args.workers, **settings)
+            shards.tokenize(train, make, folder, T, args.pack, args.workers, **settings)
         except Exception as e:  # the readers of later sources must not wait for them
             for later in [*folders.values()][i + 1 :]:
                 later.mkdir(parents=True, exist_ok=True)
-                (later / data.FAILED).write_text(f"{e}\n", encoding="utf-8")
+                (later / shards.FAILED).write_text(f"{e}\n", encoding="utf-8")
             raise
 
 
@@ -248,7 +251,7 @@ def shard_metadata(args: TrainConfig, path: str | None) -> dict[str, Any]:
     return {"data": str(path), "tokenizer": tokenizer, "seq_len": args.seq_len, "pack": args.pack}
 
 
-def document_delimiters(config: ModelConfig) -> data.Delimiters:
+def document_delimiters(config: ModelConfig) -> Delimiters:
     """Token ids before a document (BOS, if the model has one) and after it (EOS)."""
     before = [config.bos_id] if config.bos_id is not None else []
     return before, list(config.eos_ids[:1])

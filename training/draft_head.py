@@ -27,14 +27,12 @@ from model import Attend, ModelConfig, Transformer, causal_attention
 from parallelism.dist_env import DistEnv
 from speculative import DraftHead
 from training.build import compile_model, convert_linears_
-from training.config import TrainConfig
+from training.config import DRAFT_HEAD, NUM_DRAFT_TOKENS, TrainConfig
 from training.data import decode
 from training.dataset import Dataset
 from training.metrics import read_metrics
 from training.step import validation_batches
 
-DRAFT_HEAD = "draft_head.safetensors"
-NUM_DRAFT_TOKENS = 4  # consecutive tokens drafted in the validation
 UNROLL_STEPS = 2  # drafts per position in training: 2 reach a lower loss per time than all 4
 STEP_DECAY = 0.5  # weight of a draft in the loss, relative to the draft before it
 
@@ -48,12 +46,9 @@ def new_draft_head(dim: int, seed: int) -> DraftHead:
 
 
 def draft_logits(
-    head: DraftHead,
-    model: Transformer,
-    tokens: Tensor,
-    attend: Attend = causal_attention,
+    head: DraftHead, model: Transformer, tokens: Tensor, attend: Attend = causal_attention,
     steps: int = NUM_DRAFT_TOKENS,
-) -> tuple[Tensor, list[Tensor]]:
+) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
     """The target's logits (B, T, V) of tokens (B, T), and for i = 1..steps the head's logits of
     positions i and later (B, T - i, V): unrolled i times from the target's hidden state i positions
     earlier, with teacher forcing."""

@@ -140,9 +140,10 @@ def check_limits(config: Settings) -> None:
     """ValueError for a number out of range."""
     for name, f in config.flags().items():
         value, limit = getattr(config, name), f.metadata["limit"]
-        low = math.ulp(0.0) if limit == "positive" else int(limit.split()[0] or 0) if limit else 0
-        if limit and value is not None and not low <= value < math.inf:
-            raise ValueError(f"{config.shown(name)} must be {limit}, not {value}")
+        if limit and value is not None:
+            low = math.ulp(0.0) if limit == "positive" else int(limit.split()[0])
+            if not low <= value < math.inf:
+                raise ValueError(f"{config.shown(name)} must be {limit}, not {value}")
 
 
 def check_positive(args: Any, *names: str) -> None:

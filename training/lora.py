@@ -94,8 +94,8 @@ def apply_lora_(
 
 
 def _check_rank(rank: Any, alpha: Any) -> None:
-    _check(isinstance(rank, int) and rank > 0, f"rank must be an integer above 0, not {rank!r}")
-    ok = isinstance(alpha, (int, float)) and 0 < alpha < math.inf
+    _check(type(rank) is int and rank > 0, f"rank must be an integer above 0, not {rank!r}")
+    ok = type(alpha) in (int, float) and 0 < alpha < math.inf
     _check(ok, f"alpha must be a number above 0, not {alpha!r}")
 
 

@@ -35,7 +35,6 @@ from __future__ import annotations
 if __name__ == "__main__":
     raise SystemExit("this is a part of train.py; run: python train.py --help")
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -51,7 +50,7 @@ from model import Attend, ModelConfig, Transformer
 from parallelism.dist_env import DistEnv
 from parallelism.parallel_dims import ParallelDims
 from training.config import TrainConfig
-from training.data import decode
+from training.data import decode, json_objects
 from training.dataset import Dataset, build_dataset
 from training.lora import TARGETS, LoRALinear, make_lora_linear, read_adapters, save_adapters
 from training.step import NextToken, count_targets, validate
@@ -72,6 +71,7 @@ class LoRAJob:
     def __post_init__(self):
         ok = isinstance(self.name, str) and re.fullmatch(r"[A-Za-z0-9][\w-]*", self.name)
         _check(ok, f"name must be of letters, digits, _ and -, not {self.name!r}")
+        _check(self.name != "checkpoints", "name checkpoints is taken by the run's own folder")
         is_paths = isinstance(self.data, list) and all(isinstance(x, str) for x in self.data)
         _check(is_paths and self.data, f"data must be a list of paths, not {self.data!r}")
         _check(_is_number(self.rank, int), f"rank must be an integer above 0, not {self.rank!r}")
@@ -108,19 +108,15 @@ def read_jobs(path: Path) -> list[LoRAJob]:
     """The jobs of a file; ValueError names the line and the field."""
     jobs: dict[str, LoRAJob] = {}
     known = {f.name for f in fields(LoRAJob)}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
+    for where, values in json_objects(path, '"name", "data" and "rank"'):
         try:
-            values = json.loads(line)
-            _check(isinstance(values, dict), "must be a JSON object")
             missing, unknown = {"name", "data", "rank"} - values.keys(), values.keys() - known
             _check(not missing, f"{', '.join(sorted(missing))} is missing")
             _check(not unknown, f"no field {', '.join(sorted(unknown))}; has {sorted(known)}")
             job = LoRAJob(**values)
             _check(job.name not in jobs, f"name {job.name} is that of an earlier line")
         except ValueError as e:
-            raise ValueError(f"--lora-jobs {path}, line {number}: {e}") from None
+            raise ValueError(f"--lora-jobs {where}: {e}") from None
         jobs[job.name] = job
     _check(jobs, f"--lora-jobs {path}: holds no job")
     return list(jobs.values())

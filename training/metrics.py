@@ -127,8 +127,9 @@ class Metrics:
             self.board = summary_writer()(out / "tensorboard", purge_step=first + 1)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        is_nan = lambda x: isinstance(x, float) and not math.isfinite(x)  # JSON has no NaN, no inf
-        self.file.write(json.dumps({k: str(x) if is_nan(x) else x for k, x in row.items()}) + "\n")
+        is_json = lambda x: not isinstance(x, float) or math.isfinite(x)  # JSON has no NaN, no inf
+        values = {name: x if is_json(x) else str(x) for name, x in row.items()}
+        self.file.write(json.dumps(values) + "\n")
         self.file.flush()
         for name, value in row.items() if self.board else ():
             if isinstance(value, (int, float)) and name != "step":
@@ -322,3 +323,29 @@ def summary(
         f"{size:.2f}M parameters{text} {args.steps} steps of {step_tokens} from step {first}, "
         f"{args.dtype}{precision} on {env.device}"
     )
+
+
+def log(env: DistEnv, line: str) -> None:
+    """Print a line above the progress bar, on rank 0."""
+    if env.rank == 0:
+        tqdm.write(line, file=sys.stderr)
+
+
+def show_row(row: Mapping[str, Any], env: DistEnv, bar: tqdm) -> None:
+    """Show a step in the progress bar; a skipped one, and validations, on lines of their own."""
+    mfu = f", MFU {row['mfu']:.1%}" if "mfu" in row else ""
+    text = f"loss {row['loss']:.3f}, {row['tokens_per_second']:,.0f} tok/s{mfu}"
+    bar.set_postfix_str(text, refresh=False)
+    start = f"step {row['step']}: "
+    if "skipped" in row:
+        log(env, f"{start}skipped, {row['skipped']}")
+    if "peak_memory" in row:
+        text = f"loss {row['loss']:.4f}"
+        for name in ("val_loss", "val_accuracy", "val_reward"):
+            shown_as = "validation" if name == "val_loss" else name.removeprefix("val_")
+            text += f", {shown_as} {row[name]:.4f}" if name in row else ""
+        if "acceptance" in row:
+            text += ", accepted " + ", ".join(f"{rate:.0%}" for rate in row["acceptance"])
+        log(env, f"{start}{text}, peak {row['peak_memory'] / 2**20:,.0f} MiB")
+    if "stragglers" in row:
+        log(env, start + row["stragglers"])

@@ -6,7 +6,6 @@ if __name__ == "__main__":
     raise SystemExit("this is a part of train.py; run: python train.py --help")
 
 from pathlib import Path
-from typing import Any
 
 from huggingface.tokenizer import load_tokenizer
 from huggingface.weights import load_checkpoint
@@ -14,8 +13,9 @@ from model import Transformer
 from parallelism.dist_env import DistEnv
 from parallelism.parallel_dims import ParallelDims
 from training.alignment import load_reward
+from training.chats import preference_rows
 from training.config import TrainConfig
-from training.data import preference_rows, read_preferences, read_prompts
+from training.data import read_preferences, read_prompts
 from training.dataset import Dataset, load_chat, train_val_split
 from training.draft_head import DraftHeadObjective
 from training.lora_jobs import LoRAJobs
@@ -33,36 +33,49 @@ def build_objective(
         return DraftHeadObjective(config, dataset, env)
     if config.lora_jobs:
         return LoRAJobs.build(config, model, dataset.jobs, env, layout)
-    if config.task in ON_ROWS:
-        parts, part = config.batch_share
-        batch_size = config.batch_size // parts
-        first = part * batch_size
-        local_ids = [first + i for i in layout.samples(batch_size)]
-        rest = dataset.validation, config.seq_len, env, layout
-        return ON_ROWS[config.task](dataset.rows, local_ids, *rest)
-    render, encode = load_chat(config.out)
-    frozen = None
-    if not config.lora and (config.task == "dpo" or config.kl):
-        frozen = load_checkpoint(config.init, env.device, next(model.parameters()).dtype)
-        frozen.requires_grad_(False)
-    kwargs: dict[str, Any] = dict(seed=config.seed, reference=frozen)
-    kwargs["all_reduce"] = layout.all_reduce_sum
     if config.task == "dpo":
-        pairs = [pair for path in config.data for pair in read_preferences(Path(path))]
-        rows, kwargs["validation"] = (
-            preference_rows(part, render, encode, config.seq_len) for part in train_val_split(pairs)
-        )
-        n = config.batch_size // 2
-        return DPO(model, rows, n, layout.samples(n), beta=config.beta, **kwargs)
-    tasks = []
+        return build_dpo(config, model, env, layout)
+    if config.task == "grpo":
+        return build_grpo(config, model, env, layout)
+    parts, part = config.batch_share
+    batch_size = config.batch_size // parts
+    local_ids = [part * batch_size + i for i in layout.samples(batch_size)]
+    rest = dataset.validation, config.seq_len, env, layout
+    return ON_ROWS[config.task](dataset.rows, local_ids, *rest)
+
+
+def build_dpo(config: TrainConfig, model: Transformer, env: DistEnv, layout: ParallelDims) -> DPO:
+    """--task dpo: the pairs of --data, split for validation. ValueError names file and line."""
+    pairs = [pair for path in config.data for pair in read_preferences(Path(path))]
+    chat = *load_chat(config.out), config.seq_len
+    rows, validation = (preference_rows(part, *chat) for part in train_val_split(pairs))
+    n = config.batch_size // 2
+    return DPO(
+        model, rows, n, layout.samples(n), config.seed, config.beta,
+        frozen_reference(config, model, env), layout.all_reduce_sum, validation,
+    )  # fmt: skip
+
+
+def build_grpo(config: TrainConfig, model: Transformer, env: DistEnv, layout: ParallelDims) -> GRPO:
+    """--task grpo: the prompts of --data, split for validation, sampled with the model's Engine."""
+    (render, encode), tasks = load_chat(config.out), []
     for prompt, answer in (pair for path in config.data for pair in read_prompts(Path(path))):
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         tasks.append(Task(messages[-1]["content"], encode(render(messages, True)), answer))
-    tasks, validation = map(list, map(dict.values, train_val_split(tasks)))
+    tasks, validation = (list(part.values()) for part in train_val_split(tasks))
     n = config.batch_size // config.num_generations
-    kwargs |= dict(n=config.num_generations, max_new_tokens=config.max_new_tokens, kl=config.kl)
     return GRPO(
         model, make_engine(model, config.seq_len, autocast=env.autocast), tasks,
         load_reward(config.reward), load_tokenizer(config.out).decode, config.seq_len, n,
-        layout.samples(n), autocast=env.autocast, validation=validation, **kwargs,
+        layout.samples(n), config.num_generations, config.max_new_tokens, config.seed,
+        kl=config.kl, reference=frozen_reference(config, model, env) if config.kl else None,
+        autocast=env.autocast, all_reduce=layout.all_reduce_sum, validation=validation,
     )  # fmt: skip
+
+
+def frozen_reference(config: TrainConfig, model: Transformer, env: DistEnv) -> Transformer | None:
+    """A frozen copy of the model of --init. With --lora None: `model` without its adapters."""
+    if config.lora:
+        return None
+    dtype = next(model.parameters()).dtype
+    return load_checkpoint(config.init, env.device, dtype).requires_grad_(False)

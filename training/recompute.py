@@ -35,12 +35,12 @@ Of the matmuls the second, fourth, ... are saved: of q, k, v, o, gate, up, down 
 Saving the first, third, ... as torchtitan does recomputes as many FLOPs, but also stores the output
 of down, which no backward pass needs.
 
-`block_bytes` and `block_flops` are closed forms, `saved_bytes` measures, and `choose_modes` finds
-the modes with the fewest recomputed FLOPs within a memory budget. Hooks: a block's forward, and for
-attention the `attend` argument. Equivalence (test_all.py): losses and gradients in every mode equal
-those of none, bit for bit, with dropout, autocast, fully_shard, tensor parallelism and
-block.compile(). Exception: if several passes share one autocast context, selective accumulates a
-weight's gradients in fp32 and not in autocast's dtype. Needs: torch.
+`saved_bytes` measures what a forward pass saves, and `choose_modes` finds the modes with the fewest
+recomputed FLOPs within a memory budget. Hooks: a block's forward, and for attention the `attend`
+argument. Equivalence (test_all.py): losses and gradients in every mode equal those of none, bit for
+bit, with dropout, autocast, fully_shard, tensor parallelism and block.compile(). Exception: if
+several passes share one autocast context, selective accumulates a weight's gradients in fp32 and
+not in autocast's dtype. Needs: torch.
 `python training/recompute.py` checks itself and prints a table.
 """
 
@@ -184,17 +184,15 @@ def _without_cast_cache(forward: Forward, x: Tensor, *rest_args: Any) -> Tensor:
         return forward(x, *rest_args)
 
 
-def layer_groups(blocks: Sequence[nn.Module], n: int | None = None) -> list[Forward]:
-    """n groups of consecutive blocks (default: sqrt(L), rounded), of equal size up to one block,
-    larger ones first; each group is one checkpoint.
+def layer_groups(blocks: Sequence[nn.Module]) -> list[Forward]:
+    """sqrt(L) groups, rounded, of consecutive blocks, of equal size up to one block, larger ones
+    first; each group is one checkpoint.
 
     A group has a block's arguments and result. It calls its blocks as modules, so that their hooks
     run, in the recomputation too.
     """
     blocks = list(blocks)
-    n = max(1, round(math.sqrt(len(blocks)))) if n is None else n
-    if not 1 <= n <= max(1, len(blocks)):
-        raise ValueError(f"n must be from 1 to the {len(blocks)} blocks, not {n}")
+    n = max(1, round(math.sqrt(len(blocks))))
 
     def run(part: Sequence[nn.Module], x: Tensor, *rest_args: Any) -> Tensor:
         for block in part:
@@ -208,7 +206,7 @@ def layer_groups(blocks: Sequence[nn.Module], n: int | None = None) -> list[Forw
 
 
 # --------------------------------------------------------------------------------------------------
-# Saved activations: measured, and in closed form
+# Saved activations
 # --------------------------------------------------------------------------------------------------
 
 
@@ -220,10 +218,9 @@ def _storages(of: Any) -> dict[StorageWeakRef, int]:
         return {StorageWeakRef(storage): storage.nbytes()}
     parts = of.values() if isinstance(of, Mapping) else of
     storages: dict[StorageWeakRef, int] = {}
-    for part in (
-        parts if isinstance(parts, Iterable) and not isinstance(parts, (str, bytes)) else ()
-    ):
-        storages |= _storages(part)
+    if isinstance(parts, Iterable) and not isinstance(parts, (str, bytes)):
+        for part in parts:
+            storages |= _storages(part)
     return storages
 
 
@@ -275,80 +272,6 @@ def saved_bytes(run: Callable[[], Any], exclude: Iterable[Tensor] = ()) -> int:
     del graph
     excluded = _storages(list(exclude))
     return sum(n for ref, n in alive.items() if ref not in excluded)
-
-
-def block_bytes(
-    tokens: int,
-    dim: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    ffn: int,
-    *,
-    seq: int = 0,
-    residual_bytes: int = 4,
-    matmul_bytes: int | None = None,
-    gated: bool = True,
-    fused: bool = True,
-    cast_weights: bool = False,
-) -> dict[str, int]:
-    """Bytes that an eager Llama block saves for N `tokens`, in each mode but sqrt.
-
-    residual_bytes, matmul_bytes: bytes per element of the residual stream and of matmuls (4 and 2:
-    fp32 under autocast; default: equal). gated: SwiGLU; else up, one nonlinearity, down. fused:
-    flash attention; else torch's MATH backend on sequences of `seq` tokens, which repeats key
-    heads and computes in fp32. cast_weights: counts autocast's copies of fp32 weights too, which
-    the graph references.
-
-    With C, Hq, Hkv, D, F and s, p = residual_bytes, matmul_bytes:
-        none       norms 2 (4 C + 4 + s C): input in fp32, 1 / rms, output before the weight; after
-                   it p C, and under autocast one cast per matmul; q, k, v, o p D (2 Hq + 2 Hkv)
-                   and lse 4 Hq; gate, up, silu and silu(gate) * up 4 p F
-        attention  without lse; q, k, v, o instead of what MATH saves
-        selective  s C, attention output, lse, and matmuls k, o and up (not gated: k, o and down)
-        full       s C
-    """
-    p = residual_bytes if matmul_bytes is None else matmul_bytes
-    q, kv = p * heads * head_dim, p * kv_heads * head_dim
-    inputs = (5 if gated else 4) if p != residual_bytes else 2
-    norms = 2 * (4 * dim + 4 + residual_bytes * dim) + inputs * p * dim
-    ends = 2 * q + 2 * kv  # q, k, v, o
-    core = 4 * heads if fused else 4 * heads * (3 * head_dim + seq) - (ends - q)
-    inner = (4 if gated else 2) * p * ffn
-    none, attention = norms + ends + core + inner, norms + ends + inner
-    second = kv + p * dim + (p * ffn if gated else p * dim)
-    selective = residual_bytes * dim + second + (q + 4 * heads if fused else 0)
-    outputs = 2 * (heads + kv_heads) * head_dim + (3 if gated else 2) * ffn
-    weights = cast_weights * p * dim * outputs
-    full = residual_bytes * dim
-    per = {"none": none, "attention": attention, "selective": selective, "full": full}
-    extra = {"none": weights, "attention": weights}
-    return {mode: tokens * n + extra.get(mode, 0) for mode, n in per.items()}
-
-
-def block_flops(
-    tokens: int,
-    dim: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    ffn: int,
-    *,
-    seq: int,
-    gated: bool = True,
-    fused: bool = True,
-) -> dict[str, float]:
-    """Matmul FLOPs that a Llama block recomputes, in each mode but sqrt. Attention is causal: half
-    of 4 seq D per token and head. The last matmul is never recomputed."""
-    q, kv, up = (2.0 * dim * n for n in (heads * head_dim, kv_heads * head_dim, ffn))
-    core = 2.0 * seq * heads * head_dim
-    per = {
-        "none": 0.0,
-        "attention": core,
-        "selective": q + kv + up + (0.0 if fused else core),  # q, v, and gate or up
-        "full": 2 * q + 2 * kv + (2 if gated else 1) * up + core,
-    }
-    return {mode: tokens * n for mode, n in per.items()}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -460,9 +383,9 @@ def main() -> None:
     from torch.utils.benchmark import Timer  # here: its import takes 0.12 s
 
     cuda = torch.cuda.is_available()
-    n, (B, T), sizes = (
-        (32, (8, 2048), (2048, 16, 8, 8192)) if cuda else (4, (2, 256), (256, 4, 2, 704))
-    )
+    n, B, T, sizes = 4, 2, 256, (256, 4, 2, 704)
+    if cuda:
+        n, B, T, sizes = 32, 8, 2048, (2048, 16, 8, 8192)
     torch.set_default_device("cuda" if cuda else "cpu")
     x, expected = torch.randn(B, T, sizes[0]), None
     print(f"{n} blocks, {B} x {T} tokens, width {sizes[0]}\n{'mode':>10}{'saved MB':>10}{'ms':>9}")

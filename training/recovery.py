@@ -1,4 +1,4 @@
-"""Failure recovery: in-memory checkpoints, loss-spike guard, hang watchdog, straggler report.
+"""Failure recovery: in-memory checkpoints, loss-spike guard, the store of a restarted run.
 
 Llama 3's run on 16,384 GPUs was interrupted 419 times in 54 days (arXiv:2407.21783, 3.3.4). What is
 lost each time is mostly time: back to the last checkpoint on disk, up to the timeout of a
@@ -14,17 +14,12 @@ collective, until somebody looks at the loss. Each part shortens one of these:
         checkpoints, Gupta et al., EuroSys 2024).
     Guard        Decides to skip a batch whose loss or gradient is not finite, or whose loss is a
         spike compared with those before, as PaLM did by hand (arXiv:2204.02311, 5.1).
-    Watchdog     A thread that samples the training thread's stack. When a step exceeds its timeout
-        it compares the ranks and reports the stuck ones (no heartbeat, not waiting for others, or
-        furthest behind), with the line of code that each of them is executing.
-    stragglers   From the same samples: how long each rank waits, and for which ranks.
     fresh_store  A store for a restarted run: torchrun's still has the addresses of dead processes.
 
 Cost: host memory for 6 states (two steps and the one being written, each twice), and with a GPU one
-more, pinned; training stops during `put` (see the table); 100 stack samples per second take 0.4% of
-a core. When it loses: a power cut, or the loss of two machines that are partners, takes both
-copies, so checkpoints on disk remain necessary; a restart with another world size must load those;
-the timeout must exceed the slowest healthy step.
+more, pinned; training stops during `put` (see the table). When it loses: a power cut, or the loss
+of two machines that are partners, takes both copies, so checkpoints on disk remain necessary; a
+restart with another world size must load those. watchdog.py finds hangs and slow ranks.
 Hooks: none, the training loop calls all of it. Equivalence (test_all.py): what `get` returns is bit
 for bit what was put, with any one rank's memory lost; a resumed guard decides as an uninterrupted
 one. Needs: torch, Linux. `torchrun --nproc-per-node 4 training/recovery.py` checks MemoryCheckpoint
@@ -34,26 +29,20 @@ and prints a table.
 from __future__ import annotations
 
 import json
-import linecache
 import math
 import os
-import queue
 import re
 import shutil
 import signal
-import statistics
 import sys
 import tempfile
-import threading
 import time
-import traceback
 import uuid
 import weakref
 import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import islice, zip_longest
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -73,6 +62,8 @@ def _check(condition: bool, message: str) -> None:
 # --------------------------------------------------------------------------------------------------
 
 CHUNK = 32 * 2**20  # bytes per message
+# restart generation, step, owner, holder
+COPY_NAME = re.compile(r"(\d+)-(\d{8,})-\d+-\d+\.(pt|tmp)")
 # restart generation, step, key, file name, bytes
 CopyInfo = tuple[int, int, str, str, int]
 Plan = list[tuple[int, str, int]]  # per rank: (rank that has its state, file name, bytes)
@@ -197,7 +188,7 @@ class MemoryCheckpoint:
         self.world = dist.get_world_size(group) if distributed else 1
         self.folder, self.key, self.group = Path(folder), key, group
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for path in self.folder.glob("*.tmp"):  # left by a killed process; no rank writes yet
+        for path in self._copies("tmp"):  # left by a killed process; no rank writes yet
             path.unlink(missing_ok=True)
         generations = [generation for generation, _ in self._list_saved()]
         self.restart_generation = max(self._gather(max([*generations, int(time.time())]))) + 1
@@ -235,7 +226,7 @@ class MemoryCheckpoint:
         """The newest step of which an intact copy exists for every rank's key, or None: the keys or
         the world size differ, or two partners were lost together."""
         copies: list[CopyInfo] = []
-        for path in sorted(self.folder.glob("*.pt")):
+        for path in sorted(self._copies()):
             header = self._header(path)
             if header is not None and header["world"] == self.world:
                 version = header["generation"], header["step"]
@@ -273,7 +264,7 @@ class MemoryCheckpoint:
     def clear(self) -> None:
         """Delete all copies: at the end of a run, because tmpfs uses memory, and before a run that
         starts from an older state on purpose."""
-        for path in self.folder.glob("*.pt"):
+        for path in self._copies():
             path.unlink(missing_ok=True)
 
     def _save(self, step: int, tensors: Mapping, metadata: Mapping, in_order: bool = True) -> int:
@@ -323,9 +314,13 @@ class MemoryCheckpoint:
     def _path(self, step: int, owner: int) -> Path:
         return self.folder / f"{self.restart_generation}-{step:08d}-{owner}-{self.rank}.pt"
 
+    def _copies(self, suffix: str = "pt") -> list[Path]:
+        """The copies in the folder, which may have other files too."""
+        return [p for p in self.folder.glob(f"*.{suffix}") if COPY_NAME.fullmatch(p.name)]
+
     def _list_saved(self) -> list[tuple[int, int]]:
-        """(restart generation, step) of the files in the folder, newest first."""
-        names = [path.name.split("-")[:2] for path in self.folder.glob("*.pt")]
+        """(restart generation, step) of the copies in the folder, newest first."""
+        names = [path.name.split("-")[:2] for path in self._copies()]
         return sorted({(int(generation), int(step)) for generation, step in names}, reverse=True)
 
     def _gather(self, value: Any) -> list[Any]:
@@ -471,231 +466,6 @@ def fresh_store(store: dist.Store, rank: int, ranks: int) -> dist.Store:
         answered = asked
         time.sleep(0.01)
     return dist.PrefixStore(name, store)
-
-
-# --------------------------------------------------------------------------------------------------
-# Watchdog
-# --------------------------------------------------------------------------------------------------
-
-SAMPLE_INTERVAL = 0.01  # seconds between samples of the watched thread's stack
-MAX_RANKS_LISTED = 16  # in a report
-STORE_TIMEOUT = 5.0  # seconds
-COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
-WAITING = re.compile(r"\.(wait|wait_tensor(\.default)?)\(")
-NCCL_STATES = "enqueued", "started", "completed"
-WAITING_FOR_GPU = re.compile(r"\.(synchronize|item|tolist|cpu)\(")
-
-
-def _is_waiting(frame: FrameType | None) -> bool:
-    """Whether the thread with this innermost frame waits for other ranks: in a collective of
-    torch.distributed, at a line that waits for one, or for a GPU that is in one. A wait inside
-    other C++ code, such as DDP's reducer in backward, counts as work."""
-    while frame is not None and frame.f_code.co_filename.endswith("torch/_ops.py"):
-        frame = frame.f_back
-    if frame is None:
-        return False
-    path = frame.f_code.co_filename
-    if path.endswith(COLLECTIVES):
-        return True
-    line = linecache.getline(path, frame.f_lineno or 0)
-    return bool(WAITING.search(line) or (WAITING_FOR_GPU.search(line) and _in_nccl_collective()))
-
-
-def _in_nccl_collective() -> bool:
-    """Whether the GPU is in a collective rather than in a kernel before one, as NCCL's flight
-    recorder, which polls every 100 ms, last saw it. True if it has no record, as with gloo. Without
-    TORCH_NCCL_ENABLE_TIMING=1 it sees no starts, and a launched collective counts."""
-    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
-    groups = json.loads(dump(includeCollectives=False)).get("pg_status") if dump else None
-    if not groups:
-        return True
-    for status in groups.values():
-        last = {name: int(status[f"last_{name}_collective"]) for name in NCCL_STATES}
-        first_seen = last["started"] if last["started"] >= 0 else last["enqueued"]
-        if first_seen > last["completed"]:
-            return True
-    return False
-
-
-def _stack(frame: FrameType | None, depth: int = 16) -> str:
-    """`file.py:12 inner < file.py:34 outer`."""
-    frames = islice(traceback.walk_stack(frame), depth) if frame else ()
-    of = lambda f, line: f"{os.path.basename(f.f_code.co_filename)}:{line} {f.f_code.co_name}"
-    return " < ".join(of(f, line) for f, line in frames)
-
-
-def find_culprit(
-    before: Mapping[int, dict], after: Mapping[int, dict], world: int
-) -> dict[int, str]:
-    """{stuck rank: reason}, from two snapshots of all ranks' rows some heartbeats apart."""
-    stopped = {}
-    for rank in range(world):
-        if rank not in after:
-            stopped[rank] = "has never reported"
-        elif after[rank]["left"]:
-            stopped[rank] = "has left the loop"
-        elif rank in before and before[rank]["beat"] == after[rank]["beat"]:
-            stopped[rank] = "has no heartbeat: dead or stopped"
-    busy = {rank: "is not waiting for other ranks" for rank in after if not after[rank]["waits"]}
-    progress = {rank: (row["step"], row["beats"]) for rank, row in after.items()}
-    behind = {r: "is furthest behind" for r, at in progress.items() if at == min(progress.values())}
-    return stopped or busy or (behind if len(behind) < world else {})
-
-
-def _status_line(rank: int, row: dict) -> str:
-    return f"rank {rank} has been in step {row['step']}, {row['phase']}, for {row['seconds']:.1f} s"
-
-
-def _hang_report(rank: int, before: dict, after: dict, world: int) -> str:
-    """The report of a hang: the stuck ranks, and the step and phase of every rank."""
-    stuck, own = find_culprit(before, after, world), after[rank]
-    lines, positions = [_status_line(rank, own)], {}
-    for other, why in [*stuck.items()][:MAX_RANKS_LISTED]:
-        lines.append(f"  stuck: rank {other} {why}")
-        if other in after:
-            lines.append(f"    at {after[other]['stack']}")
-    if not stuck:
-        lines.append("  all ranks wait in the same phase: collectives differ, or the network fails")
-        lines.append(f"    at {own['stack']}")
-    for other, row in sorted(after.items()):
-        state = "has left" if row["left"] else "waits" if row["waits"] else "busy"
-        positions.setdefault((row["step"], row["phase"], state), []).append(other)
-    for (step, phase, state), ranks in sorted(positions.items()):
-        more = ", ..." * (len(ranks) > MAX_RANKS_LISTED)
-        names = ", ".join(map(str, ranks[:MAX_RANKS_LISTED])) + more
-        longest = max(after[other]["seconds"] for other in ranks)
-        lines.append(f"  step {step}, {phase}, {state}, for {longest:.1f} s: rank {names}")
-    return "\n".join(lines)
-
-
-class Watchdog:
-    """Watches the thread that creates it from two threads of its own, and other ranks through
-    `store`.
-
-    store: None for one process; it is cloned, so that its users do not block each other.
-    timeout: seconds that one phase of a step may last; first_timeout: the same for the first step,
-        which compiles kernels and connects ranks.
-    report(text): receives the diagnosis of a hang; then on_hang() is called, in the watchdog's
-        thread: it may call MemoryCheckpoint.dump, except during the optimizer step, and os._exit,
-        so that torchrun restarts the run.
-    """
-
-    def __init__(
-        self, store: dist.Store | None, rank: int, world: int, *, timeout: float,
-        first_timeout: float, report: Callable[[str], None], on_hang: Callable[[], None],
-    ) -> None:  # fmt: skip
-        _check(world == 1 or store is not None, f"store = None, but there are {world} ranks")
-        given = f"timeout = {timeout}, first_timeout = {first_timeout}"
-        _check(timeout > 0 and first_timeout > 0, f"{given}: must be > 0 seconds")
-        self.rank, self.world = rank, world
-        self.timeout, self.first_timeout = timeout, first_timeout
-        self.report, self.on_hang = report, on_hang
-        self.store = None if store is None else dist.PrefixStore("watch", store.clone())
-        self.interval = min(1.0, timeout / 10)
-        self._thread, self._over = threading.get_ident(), threading.Event()
-        self._where: tuple[int | None, str, int] = (None, "start", 0)  # step, phase, beats in it
-        self._first_step: int | None = None
-        self._seconds, self._is_blocked, self._sums = 0.0, False, [0.0, 0.0]
-        self._asked, self._answers = threading.Event(), queue.SimpleQueue()
-        self.threads = [threading.Thread(target=self._sample, name="watch", daemon=True)]
-        if store is not None:
-            self.threads.append(threading.Thread(target=self._publish, name="beat", daemon=True))
-        for thread in self.threads:
-            thread.start()
-
-    def beat(self, step: int, phase: str) -> None:
-        """Call at the start of each phase ("data", "forward", ...) of a step, the same phases on
-        all ranks."""
-        before, _, beats = self._where
-        if before is None:
-            self._first_step = step
-        self._where = (step, phase, beats + 1 if step == before else 0)
-
-    def wait_times(self) -> tuple[float, float]:
-        """Seconds that the watched thread (waited for other ranks, was busy) since the last
-        call."""
-        (busy, waiting), self._sums = self._sums, [0.0, 0.0]
-        return waiting, busy
-
-    def close(self) -> None:
-        """End the threads, and report to the other ranks that this one has left the loop."""
-        self._over.set()
-        for thread in self.threads:
-            thread.join(STORE_TIMEOUT)
-
-    def _sample(self) -> None:
-        seen, spent, last = self._where, 0.0, time.perf_counter()
-        while not self._over.is_set():
-            time.sleep(SAMPLE_INTERVAL)
-            passed = time.perf_counter() - last
-            last += passed
-            self._is_blocked = _is_waiting(sys._current_frames().get(self._thread))
-            self._sums[self._is_blocked] += passed
-            where = self._where
-            # at most 1 s per sample: a stopped process or a suspended machine is not a hang
-            self._seconds = spent = spent + min(passed, 1.0) if where is seen else 0.0
-            seen = where
-            limit = self.first_timeout if where[0] == self._first_step else self.timeout
-            if where[0] is not None and spent > limit:
-                text = self._diagnose()
-                if self._where is not seen or self._over.is_set():
-                    continue  # it was only slow, or an exception has ended the wait
-                self.report(text)
-                self.on_hang()
-                return
-
-    def _row(self, beat: int) -> dict[str, Any]:
-        step, phase, beats = self._where
-        frame = sys._current_frames().get(self._thread)
-        return {
-            "beat": beat, "step": -1 if step is None else step, "phase": phase, "beats": beats,
-            "seconds": self._seconds, "waits": self._is_blocked, "left": self._over.is_set(),
-            "stack": _stack(frame),
-        }  # fmt: skip
-
-    def _publish(self) -> None:
-        """All communication with the store, which may block forever if its host is dead."""
-        beat, over = 0, False
-        while not over:
-            over, beat = self._over.wait(self.interval), beat + 1
-            try:
-                self.store.set(str(self.rank), json.dumps(self._row(beat)))
-                if self._asked.is_set():
-                    self._asked.clear()
-                    names = [str(r) for r in range(self.world)]
-                    present = [name for name in names if self.store.check([name])]
-                    self._answers.put({int(n): json.loads(self.store.get(n)) for n in present})
-            except RuntimeError:  # the store is gone; _diagnose reports that
-                return
-
-    def _diagnose(self) -> str:
-        if self.store is None:
-            return _hang_report(0, {0: self._row(1)}, {0: self._row(2)}, 1)
-        snapshots = []
-        try:
-            for pause in (3 * self.interval, 0):  # a live rank beats within this time
-                self._asked.set()
-                snapshots.append(self._answers.get(timeout=STORE_TIMEOUT + 2 * self.interval))
-                time.sleep(pause)
-        except queue.Empty:
-            row, dead = self._row(0), "its host (rank 0, or torchrun's agent) is dead or stopped"
-            at = f"\n  stuck: the store does not answer: {dead}\n    this rank is at {row['stack']}"
-            return _status_line(self.rank, row) + at
-        return _hang_report(self.rank, *snapshots, self.world)
-
-
-def stragglers(rows: Iterable[Sequence[float]], slack: float = 0.1) -> str | None:
-    """The ranks that the others wait for, as one line, from every rank's Watchdog.wait_times() over
-    the same steps: those busy longer than the median rank by more than `slack` of the time. None if
-    there are none."""
-    rows = list(rows)
-    median = statistics.median_low([busy for _, busy in rows])
-    slow = [rank for rank, (w, b) in enumerate(rows) if b - median > slack * (w + b)]
-    if not slow:
-        return None
-    share = statistics.median(w / (w + b or 1.0) for r, (w, b) in enumerate(rows) if r not in slow)
-    names = ", ".join(f"rank {rank} ({rows[rank][1]:.2f} s)" for rank in slow)
-    return f"busy longer than the others ({median:.2f} s, waiting {share:.0%} of the time): {names}"
 
 
 # --------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from __future__ import annotations
 if __name__ == "__main__":
     raise SystemExit("this is a part of train.py; run: python train.py --help")
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -24,18 +24,12 @@ from huggingface.weights import hf_modules, load_checkpoint, save_checkpoint
 from model import ModelConfig, Transformer
 from parallel import to_local
 from parallelism.parallel_dims import ParallelDims
-from training.checkpoint import (
-    CheckpointInfo,
-    Checkpoints,
-    ShardedTensor,
-    checkpoint_path,
-    flat_regions,
-    list_steps,
-    read_full_tensors,
-    read_user_metadata,
-)
-from training.config import TrainConfig
-from training.lora import adapter_parameters, apply_lora_, merge_, save_adapters
+from training.checkpoint import CheckpointInfo, Checkpoints, ShardedTensor, checkpoint_path
+from training.checkpoint import flat_regions, list_steps, read_full_tensors, read_user_metadata
+from training.config import DRAFT_HEAD, FIXED, RESTORED, SAVED_AS, TrainConfig
+from training.config import check_combinations
+from training.flags import check_limits
+from training.lora import apply_lora_, merge_, save_adapters
 from training.lora_jobs import LoRAJob, apply_lora_jobs_, save_jobs
 from training.optimizers import LossScaler, muon_split
 from training.recovery import Guard
@@ -45,14 +39,14 @@ CHECKPOINTS = "checkpoints"
 
 class TrainState:
     """Parameters, buffers and optimizer states under a layout, with the few numbers that a run also
-    resumes from. updates: the number of optimizer steps taken; config None: AdamW."""
+    resumes from. updates: the number of optimizer steps taken."""
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: Any,
         layout: ParallelDims,
-        config: TrainConfig | None = None,
+        config: TrainConfig = TrainConfig(),
         guard: Guard | None = None,
         scaler: LossScaler | None = None,
         fingerprint: Any = None,
@@ -61,8 +55,8 @@ class TrainState:
         self.config, self.guard, self.scaler = config, guard, scaler
         self.fingerprint = fingerprint  # of the data; None: not known yet
         self.trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        kind = "adamw" if config is None else config.optimizer
-        self.moments = {p: moment_names(kind, name, p) for name, p in self.trainable.items()}
+        named = self.trainable.items()
+        self.moments = {p: moment_names(config.optimizer, name, p) for name, p in named}
 
     def metadata(self) -> dict[str, Any]:
         """The JSON that a checkpoint stores in addition to its tensors."""
@@ -134,7 +128,7 @@ class TrainState:
         optional = ["outer.state"] if "outer" in found.metadata else []  # DiLoCoWorker loads it
         saver.load(found, tensors, optional=optional)
         self.sync_after_load()
-        if self.config is not None:
+        if self.guard is not None:
             self.load_metadata(found.metadata, found.step)
 
     @torch.no_grad()
@@ -186,6 +180,51 @@ def saved_run(out: Path) -> tuple[Path, int, dict[str, Any]] | None:
     return None
 
 
+def restore_settings(config: TrainConfig) -> None:
+    """With --resume, fill the config from the checkpoint. ValueError if OUT holds something else,
+    or a given setting contradicts the run's."""
+    saved = saved_run(config.out)
+    if config.resume == "auto" and saved is None:  # there may still be a checkpoint in memory
+        config.resume = None
+    if config.resume is None:
+        check_output_dir(config.out, saved)
+        check_combinations(config)
+        return
+    if saved is None:
+        raise ValueError(
+            f"--resume: {config.out / CHECKPOINTS} has no checkpoint; nothing was saved yet, start "
+            "without --resume"
+        )
+    run = saved[2]["run"]
+    for name in (*FIXED, *RESTORED):
+        if name not in config.given:  # a run saved before the field existed lacks its key
+            setattr(config, name, run.get(SAVED_AS.get(name, name), getattr(config, name)))
+    if config.dtype == "auto":
+        config.dtype = run["dtype"]
+    for name in config.changed_settings(run):
+        raise ValueError(
+            f"{config.shown(name)} {getattr(config, name)} differs from the run's "
+            f"{run.get(SAVED_AS.get(name, name))}; omit it, or start a new run in another --out"
+        )
+    for name in ("init", "lora_jobs", "memory_checkpoint_dir"):
+        setattr(config, name, getattr(config, name) and Path(getattr(config, name)))
+    check_limits(config)
+    check_combinations(config)
+
+
+def check_output_dir(out: Path, saved: tuple[Path, int, Any] | None) -> None:
+    """ValueError if OUT holds results that a new run would overwrite."""
+    if saved is not None:
+        raise ValueError(
+            f"--out {out}: holds a run of {saved[1]} steps; continue it with --resume, or choose "
+            "another folder"
+        )
+    existing = {path.name for path in out.glob("*.safetensors")}
+    if existing:
+        what = "a draft head" if existing == {DRAFT_HEAD} else "a model but no run to resume"
+        raise ValueError(f"--out {out}: holds {what}; choose another folder")
+
+
 def read_state(out: Path) -> dict[str, Tensor]:
     """All full tensors of the newest checkpoint in OUT: "weight.NAME", "exp_avg.NAME", ..."""
     path, *_ = saved_run(out)
@@ -199,39 +238,53 @@ def export(out: Path, to: Path, merged: bool = False, verify: bool = False) -> N
     found = saved_run(out)
     if found is None:
         raise ValueError(f"--export: {out / CHECKPOINTS} has no checkpoint; nothing was saved yet")
-    path, _, about = found
+    path, _, metadata = found
     if verify:
         good = Checkpoints(out / CHECKPOINTS).newest()
-        path, about = good.path, good.metadata
-    config, run = ModelConfig.from_hf(about["config"]), about["run"]
-    with torch.device("meta"):
-        bf16_model = Transformer(config)
+        path, metadata = good.path, good.metadata
+    run = metadata["run"]
     if run.get("lora_jobs"):
-        model = load_checkpoint(Path(run["init"]), "cpu", torch.float32)
-        jobs = [LoRAJob(**found["job"] | {"adapter": None}) for found in about["text"]]
-        apply_lora_jobs_(model, jobs)
-        names = [name for name, p in model.named_parameters() if p.requires_grad]
-        model.load_state_dict(read_weights(path, names), strict=False)
+        jobs = [LoRAJob(**data["job"] | {"adapter": None}) for data in metadata["text"]]
+        model = load_with_adapters(path, run["init"], lambda base: apply_lora_jobs_(base, jobs))
         save_jobs(model, jobs, to, run["init"])
-        return
-    if run.get("lora"):
-        model = load_checkpoint(Path(run["init"]), "cpu", torch.float32)
-        apply_lora_(model, run["lora"], run["lora_alpha"] or 2 * run["lora"])
-        names = adapter_parameters(model) | dict(model.named_buffers())
-        model.load_state_dict(read_weights(path, names), strict=False)
-        if not merged:
+    elif run.get("lora"):
+        shape = run["lora"], run["lora_alpha"] or 2 * run["lora"]
+        model = load_with_adapters(path, run["init"], lambda base: apply_lora_(base, *shape))
+        if merged:
+            save_bf16(merge_(model).config, named_tensors(model), to)
+        else:
             save_adapters(model, to, run["init"], rename=hf_modules(model).__getitem__)
-            return
-        tensors = {**dict(merge_(model).named_parameters()), **dict(model.named_buffers())}
     else:
-        names = dict(chain(bf16_model.named_parameters(), bf16_model.named_buffers()))
-        tensors = read_weights(path, names)
-    for name, _ in bf16_model.named_parameters():
+        config = ModelConfig.from_hf(metadata["config"])
+        with torch.device("meta"):
+            names = named_tensors(Transformer(config))
+        save_bf16(config, read_weights(path, names), to)
+
+
+def load_with_adapters(path: Path, init: str, adapt: Callable[[Transformer], Any]) -> Transformer:
+    """The model of --init with adapters, added by `adapt` and loaded from a checkpoint."""
+    model = load_checkpoint(Path(init), "cpu", torch.float32)
+    adapt(model)
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    model.load_state_dict(read_weights(path, named_tensors(model).keys() - frozen), strict=False)
+    return model
+
+
+def save_bf16(config: ModelConfig, tensors: dict[str, Tensor], to: Path) -> None:
+    """Write full fp32 tensors as a Hugging Face folder: parameters in bf16, buffers unchanged."""
+    with torch.device("meta"):
+        model = Transformer(config)
+    for name, _ in model.named_parameters():
         tensors[name] = tensors[name].detach().to(torch.bfloat16)
-    bf16_model.load_state_dict(tensors, strict=False, assign=True)
-    bf16_model.tie()
+    model.load_state_dict(tensors, strict=False, assign=True)
+    model.tie()
     to.mkdir(parents=True, exist_ok=True)
-    save_checkpoint(bf16_model, to)
+    save_checkpoint(model, to)
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name."""
+    return dict(chain(model.named_parameters(), model.named_buffers()))
 
 
 def read_weights(path: Path, names: Iterable[str]) -> dict[str, Tensor]:

@@ -79,11 +79,9 @@ def make_attend(attention: str, packed: bool = False) -> Attend:
 
 
 def loss_sums(
-    model: Transformer,
-    batch: Tensor,
-    attend: Attend = causal_attention,
+    model: Transformer, batch: Tensor, attend: Attend = causal_attention,
     layout: ParallelDims = SINGLE_PROCESS,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Summed cross-entropies in nats of batch (B, T + 1), encoded rows (data.py), over this rank's
     tokens under `layout`: of next-token prediction, and of multi-token prediction, averaged over
     the model's MTP depths (0 without any)."""
@@ -184,16 +182,11 @@ class NextToken:
 
 
 def forward_backward(
-    model: torch.nn.Module,
-    batch: Tensor,
-    micro_batch_size: int,
-    autocast: Callable[[], Any] = contextlib.nullcontext,
-    attend: Attend = causal_attention,
-    balance: LoadBalancer | None = None,
-    layout: ParallelDims = SINGLE_PROCESS,
-    objective: Objective | None = None,
-    scale: float = 1.0,
-) -> dict[str, float]:
+    model: torch.nn.Module, batch: Tensor, micro_batch_size: int,
+    autocast: Callable[[], Any] = contextlib.nullcontext, attend: Attend = causal_attention,
+    balance: LoadBalancer | None = None, layout: ParallelDims = SINGLE_PROCESS,
+    objective: Objective | None = None, scale: float = 1.0,
+) -> dict[str, float]:  # fmt: skip
     """Leave in .grad the gradient of the mean loss over all tokens of the step, plus MTP_WEIGHT
     times the MTP loss and the auxiliary losses of `balance`, times `scale`; return those losses.
     objective: by default NextToken.
@@ -203,7 +196,7 @@ def forward_backward(
     more weight. An auxiliary loss is a mean over routed tokens, and every row has the same number
     of them, so each micro-batch counts by its share of the step's rows.
     """
-    tp, cp = layout.size("tp"), layout.size("cp")
+    cp = layout.size("cp")
     objective = objective or NextToken(layout=layout)
     count = layout.all_reduce_sum(objective.count(batch)) // (cp * layout.size("pp"))
     rows = len(batch) * layout.dp_size * cp
@@ -217,14 +210,13 @@ def forward_backward(
                 balance.recording = True
             with autocast():
                 sums = objective.loss(model, micro, slice(done, done + len(micro)), attend)
-                main, mtp = (x / count for x in sums) if isinstance(sums, tuple) else (
-                    sums / count, sums.new_zeros(())
-                )  # fmt: skip
+                sums = sums if isinstance(sums, tuple) else (sums, sums.new_zeros(()))
+                main, mtp = (x / count for x in sums)
             aux = main.new_zeros(())
             if balance is not None:
                 aux = balance.pop_losses() * (len(micro) / rows)
             # tp sums the gradients of MoE inputs, and each rank computes the whole aux loss
-            loss = main + MTP_WEIGHT * mtp + aux / tp
+            loss = main + MTP_WEIGHT * mtp + aux / layout.size("tp")
             (loss if scale == 1.0 else loss * scale).backward()
             totals += torch.stack((main, mtp, aux)).detach()
             done += len(micro)
@@ -298,14 +290,13 @@ class LoadBalancer:
         terms, self.terms, self.recording = self.terms, [], False
         return torch.stack(terms).sum() if terms else torch.zeros((), device=self.counts.device)
 
-    def update(self, layout: ParallelDims = SINGLE_PROCESS) -> float | None:
+    def update(self, layout: ParallelDims = SINGLE_PROCESS) -> None:
         """End of a step: update the expert biases; .last = token counts (MoE layers, E) of the step
-        over all ranks (-1: no such expert), .row = their statistics for metrics.jsonl. Returns the
-        load of the busiest expert over the mean, in the worst layer (1 is perfect; None: no MoE
-        layers)."""
+        over all ranks (-1: no such expert), .row = their statistics for metrics.jsonl, of which
+        worst_load is the load of the busiest expert over its layer's mean (1 is perfect)."""
         self.row: dict[str, Any] = {}
         if not len(self.counts):
-            return None
+            return
         self.last = layout.all_reduce_sum(self.counts.clone()).masked_fill_(self.absent, -1)
         self.counts.zero_()
         for i, layer in zip(self.rows, self.moe_layers):
@@ -317,7 +308,6 @@ class LoadBalancer:
             "load_entropy": round(stats["entropy"], 4),
             "dead_experts": int(stats["dead"]),
         }
-        return stats["max_over_mean"]
 
     def expert_load(self) -> list[list[int]]:
         """The token counts of the last step, by MoE layer and expert."""
@@ -325,12 +315,9 @@ class LoadBalancer:
 
 
 def clip_gradients(
-    model: torch.nn.Module,
-    max_norm: float = 1.0,
-    layout: ParallelDims = SINGLE_PROCESS,
-    scale: float = 1.0,
-    groups: Sequence[Sequence[Tensor]] = (),
-) -> float:
+    model: torch.nn.Module, max_norm: float = 1.0, layout: ParallelDims = SINGLE_PROCESS,
+    scale: float = 1.0, groups: Sequence[Sequence[Tensor]] = (),
+) -> float:  # fmt: skip
     """Divide the gradient by `scale` and clip its norm to `max_norm` (0: do not): that of all
     parameters, or of each group of whole parameters. Returns the largest unclipped norm."""
     if scale != 1.0:
@@ -342,14 +329,9 @@ def clip_gradients(
 
 @torch.no_grad()
 def validate(
-    model: torch.nn.Module,
-    tokens: Tensor,
-    seq_len: int,
-    micro_batch_size: int,
-    env: DistEnv,
-    attend: Attend = causal_attention,
-    layout: ParallelDims = SINGLE_PROCESS,
-) -> float:
+    model: torch.nn.Module, tokens: Tensor, seq_len: int, micro_batch_size: int, env: DistEnv,
+    attend: Attend = causal_attention, layout: ParallelDims = SINGLE_PROCESS,
+) -> float:  # fmt: skip
     """Mean loss over validation_batches, the same ones on all ranks."""
     batches = [*validation_batches(tokens, seq_len, micro_batch_size, env.device)]
     total, count = 0.0, sum(count_targets(batch, layout).item() for batch in batches)

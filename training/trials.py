@@ -219,6 +219,12 @@ def main(argv: list[str]) -> int:
     except (ValueError, OSError) as e:
         print(f"python -m training.trials: error: {e}", file=sys.stderr)
         return 2
+    except RuntimeError as e:
+        if "memory" not in str(e):
+            raise
+        why = f"out of memory ({str(e).splitlines()[0]}); give fewer --lrs or smaller --widths"
+        print(f"python -m training.trials: error: {why}", file=sys.stderr)
+        return 2
     base = f" --set mup_base={config.mup_base}" if config.mup_base else ""
     print(f"{text}\n\npython train.py --lr {best:g}{base} {shlex.join(rest)}")
     return 0

@@ -7,8 +7,7 @@ Both are objectives of training/step.py; prompts and padding are not targets. `r
 are collective.
 
 They have no state that a resumed run would miss: the prompts or pairs of a step and the samples are
-functions of (seed, step, index) and the weights. (GRPO with `updates` above 1 samples again if a
-run is resumed between two rollouts.)
+functions of (seed, step, index) and the weights.
 
 GRPO samples with paged_kv.py's Engine on the trained weights themselves: no second copy (except,
 under autocast, the cast weights while sampling) and no transfer, but no sharded weights either. The
@@ -281,10 +280,7 @@ class GRPO:
     n: int = 8  # completions per prompt
     max_new_tokens: int = 128
     seed: int = 0
-    clip: float = 0.2
-    clip_high: float | None = None
     kl: float = 0.0
-    updates: int = 1  # steps per rollout
     reference: nn.Module | None = None  # used if kl is not 0; None: the model without adapters
     autocast: Callable[[], Any] = contextlib.nullcontext
     all_reduce: AllReduce = lambda x: x
@@ -293,29 +289,29 @@ class GRPO:
     def __post_init__(self):
         _check(bool(self.tasks), "tasks: GRPO needs at least one prompt")
         _check(self.n > 1, f"n must be 2 or more, not {self.n}: advantages are within a group")
-        _check(self.updates > 0, f"updates must be 1 or more, not {self.updates}")
         limit = min(self.seq_len + 1, self.engine.capacity) - self.max_new_tokens
+        room = f"max_new_tokens {self.max_new_tokens} leaves no room for prompts in a row of"
+        _check(limit > 0, f"{room} {self.seq_len} tokens; reduce it, or increase --seq-len")
         for task in (*self.tasks, *self.validation):
             n, prompt = len(task.prompt_ids), f"prompt {task.prompt[:40]!r}"
             room = f"with max_new_tokens {self.max_new_tokens} it may have from 1 to {limit}"
             _check(0 < n <= limit, f"{prompt} has {n} tokens; {room}")
-        self.rollout_index = None
+        self.step = None
         if self.kl:
             check_reference(self.reference, self.model)
 
     def batch(self, step: int) -> Tensor:
-        index = step // self.updates
-        if self.rollout_index != index:
-            self._generate(index)
-            self.rollout_index = index
+        if self.step != step:
+            self._generate(step)
+            self.step = step
         self.sums = torch.zeros(3)
         return self.rows
 
-    def _generate(self, rollout_index: int) -> None:
+    def _generate(self, step: int) -> None:
         """Sample this rank's completions; set advantages, rows and old log-probabilities."""
-        order = len(self.tasks), self.seed, rollout_index, self.batch_size, self.local_ids
+        order = len(self.tasks), self.seed, step, self.batch_size, self.local_ids
         tasks = [self.tasks[i] for i in epoch_indices(*order)]
-        params = [self._params(rollout_index, i) for i in self.local_ids]
+        params = [self._params(step, i) for i in self.local_ids]
         prompts = [task.prompt_ids for task in tasks]
         with self.autocast():
             rollouts = generate_rollouts(self.engine, prompts, self.n, params)
@@ -330,9 +326,9 @@ class GRPO:
         stats = rewards, lengths, torch.tensor(truncated), same, torch.ones(len(rollouts))
         self.rollout_stats = torch.stack([x.float().sum() for x in stats])
 
-    def _params(self, rollout_index: int, index: int) -> SamplingParams:
+    def _params(self, step: int, index: int) -> SamplingParams:
         """Temperature 1: samples from the policy itself, as the loss assumes."""
-        digest = hashlib.sha256(f"{self.seed}/{rollout_index}/{index}".encode()).digest()
+        digest = hashlib.sha256(f"{self.seed}/{step}/{index}".encode()).digest()
         seed = int.from_bytes(digest[:7], "little")
         return SamplingParams(seed=seed, max_new_tokens=self.max_new_tokens)
 
@@ -342,7 +338,7 @@ class GRPO:
         which = f"the reward of a completion of {task.prompt[:40]!r}"
         try:
             value = float(self.reward(task.prompt, self.text(ids), task.answer))
-        except Exception as e:  # the reward is user code
+        except (Exception, SystemExit) as e:  # the reward is user code
             raise ValueError(f"{which}: {type(e).__name__}: {e}") from e
         _check(math.isfinite(value), f"{which} is {value}")
         return value
@@ -382,8 +378,7 @@ class GRPO:
         new = logprobs(model, micro, attend)
         mask = target_mask(micro).to(new.dtype)
         old, advantages = (x[rows].to(new) for x in (self.old, self.advantages))
-        rest = self.clip, self.clip_high, self.kl
-        loss, stats = grpo_loss(new, old, ref, advantages, mask, *rest)
+        loss, stats = grpo_loss(new, old, ref, advantages, mask, kl=self.kl)
         new_sums = torch.stack([stats["kl"], stats["clipped"], mask.sum()])
         self.sums = self.sums.to(new_sums) + new_sums
         return loss
@@ -393,9 +388,8 @@ class GRPO:
         stats = self.all_reduce(torch.cat((self.rollout_stats.to(self.sums), self.sums)))
         reward, length, truncated, same, count, kl, clipped, weight = stats.tolist()
         # truncated: completions that reached max_new_tokens; no_signal: of groups of equal rewards
-        sums = dict(
-            reward_mean=reward, completion_length=length, truncated=truncated, no_signal=same
-        )
+        sums = {"reward_mean": reward, "completion_length": length}
+        sums |= {"truncated": truncated, "no_signal": same}
         row = {name: total / max(1, count) for name, total in sums.items()}
         row |= {"clipped": clipped / max(1e-9, weight)}
         row |= {"kl": kl / max(1e-9, weight)} if self.kl else {}
