@@ -28844,7 +28844,7 @@ pl_done = on_ranks("pl_done", PL_WORKS, 4, 240, 40, pl_setup)
 SCHED_V = ("zbv", "v-half", "v-min", "dualpipev")
 
 
-# ---- reference implementations from the definitions, without SC.check and Schedule's methods ----
+# ---- reference implementations from the definitions, without SC.validate and Schedule's methods ----
 
 
 def sched_make(name, p, m, v=None):
@@ -28969,7 +28969,7 @@ def test_schedules_are_complete_and_run():
     for s in sched_all():
         name, p, m = s.name, len(s.actions), s.microbatches
         assert sched_verdict(s) is None, s
-        SC.check(s)
+        SC.validate(s)
         assert SC.parse(str(s)) == SC.parse(f"\n{s}\n\n") == s
         v = len(s.chunk_to_rank) // p
         kinds = Counter(a.kind for row in s.actions for a in row)
@@ -29244,11 +29244,11 @@ def test_schedules_check_rejects_what_cannot_run():
         verdict = sched_verdict(s)
         verdicts["deadlock" if isinstance(verdict, set) else verdict] += 1
         if verdict is None:
-            SC.check(s)
+            SC.validate(s)
             assert SC.parse(str(s)) == s
             return
         with pytest.raises(ValueError) as refusal:
-            SC.check(s)
+            SC.validate(s)
         message = str(refusal.value)
         assert "\n" not in message
         if isinstance(verdict, set):

@@ -6,6 +6,9 @@ the layers that a problem describes by their sizes, and their times.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    raise SystemExit("this is a part of the planner; run: python -m parallelism.planner --search")
+
 import argparse
 import json
 from collections.abc import Mapping

@@ -9,7 +9,7 @@ a part of the model that one rank owns (torch's and Megatron's virtual stage), a
     W  weight gradients                          U  optimizer step (PipeDream: each microbatch)
 
 The messages follow from the lists: an F needs the F of the previous chunk, a B the B of the next.
-`check` verifies that any list can be executed, `simulate` computes its time and memory, and
+`validate` verifies that any list can be executed, `simulate` computes its time and memory, and
 pipeline.py runs it.
 
     schedule         bubble per rank           memory     chunks
@@ -137,7 +137,7 @@ def parse(text: str) -> Schedule:
     _check(ok, "the paths must have equal lengths and contain each chunk from 0 on once")
     chunk_to_rank = tuple(rank_of[c] for c in range(len(rank_of)))
     schedule = Schedule(named[1], int(named[2]), chunk_to_rank, tuple(paths), tuple(actions))
-    check(schedule)
+    validate(schedule)
     return schedule
 
 
@@ -543,7 +543,7 @@ def _peak(schedule: Schedule, actions: Iterable[Action], split: set) -> float:
     return max(alive) * len(schedule.actions) / len(schedule.paths[0])
 
 
-def check(schedule: Schedule) -> None:
+def validate(schedule: Schedule) -> None:
     """Validate a schedule. Every microbatch must have one F and one B for every chunk of its path,
     on the chunk's rank, at most one W, and U after these, on a chunk for all microbatches or none;
     and there must be no deadlock. ValueError says what is wrong."""

@@ -7,6 +7,9 @@ library; IntegerProgram.minimize: scipy (HiGHS) and numpy, imported when it is c
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    raise SystemExit("this is a part of the planner; run: python -m parallelism.planner --search")
+
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
