@@ -29561,13 +29561,21 @@ def test_schedules_command_line(name, tmp_path, monkeypatch):
             for x in ("-1", "nan", "inf")
         ),
         ("--schedule zbv --plot no/such/x.svg", r"x\.svg"),
-        ("--schedule FILE", "list.txt|utf-8|decode"),
+        ("--schedule FILE", "list.txt: not UTF-8"),
+        ("--schedule OTHER", "other.txt: line 1 must be"),
+        ("--schedule 1f1b --forward 1e308", "times"),
+        ("--schedule interleaved --chunks 999999", "4 stages x 8 microbatches x 999999 chunks"),
+        ("--plot x.svg", "requires --schedule"),
+        ("--stages 4", "requires --schedule"),
     ],
 )
 def test_schedules_command_line_rejects_bad_input(argv, words, tmp_path):
     """Bad input exits with status 2 and one line on stderr that names the fault, no traceback."""
     (tmp_path / "list.txt").write_bytes(b"\xff")
-    code, _, err = sched_cli(*argv.replace("FILE", str(tmp_path / "list.txt")).split())
+    (tmp_path / "other.txt").write_text("F0.0 B0.0")
+    for word, name in (("FILE", "list.txt"), ("OTHER", "other.txt")):
+        argv = argv.replace(word, str(tmp_path / name))
+    code, _, err = sched_cli(*argv.split())
     assert code == 2 and re.fullmatch(rf"schedules\.py: error: [^\n]*({words})[^\n]*\n", err), err
 
 
@@ -32652,6 +32660,7 @@ for planner_text, planner_words in {
     'spindle {"tasks": {"a": [1, 60, 8, 8, 8, []]}}': "whole heads",
     'spindle {"tasks": {"a": [1, 64, 8, 8, 1000000000000, []]}}': "a must be",
     'spindle {"tasks": {"a": [1, {"16": 1}, []]}}': "a needs 16 devices of 8",
+    'spindle {"tasks": {"a": [1001, {"1": 1}, []]}}': "a must be .* at most 1,000 layers",
     'disttrain {"modules": {"a": [1, 64, 5, 8]}}': r"modules: a must be null or \[layers",
     'disttrain {"costs": [1, 2]}': "costs must be 64 positive numbers",
     'disttrain {"samples": 1000000000000}': "samples must be of the form 256",

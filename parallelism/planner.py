@@ -66,7 +66,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m parallelism.planner", description=about)
     add = parser.add_argument
     add("--model", default="llama3-8b", help=f"{', '.join(SHAPES)}, or a config.json")
-    add("--gpus", default="8")
+    add("--gpus", default="8", help="their number")
     add("--device", default="h100", help=", ".join(DEVICES))
     add("--seq", default="8192", help="tokens per sequence (k is 1024)")
     add("--batch", help="tokens per step (default: 4M; k is 1024, M 1024^2)")

@@ -165,13 +165,13 @@ def make_task(name: str, given: Any, device: Device, gpus: int) -> Task:
             ok = all(map(is_count, sizes)) and dim % heads == 0
             one = lambda n: sum(passes(block(1, dim, heads), device, seq, Plan(micro=samples // n)))
             seconds = {n: one(n) for n in divisors(samples) if n <= gpus} if ok else {}
-        ok = ok and is_count(count) and isinstance(after, list)
+        ok = ok and is_count(count) and count <= 1000 and isinstance(after, list)
         require(ok and all(isinstance(a, str) for a in after), "")
         return Task(count, seconds, tuple(after))
     except (TypeError, ValueError, AttributeError):
         raise ValueError(
             f"--problem: tasks: {name} must be [layers, width, heads, tokens, samples, [before]] "
-            "or [count, {GPUs: seconds}, [before]], with positive numbers and whole heads"
+            "or [layers, {GPUs: seconds}, [before]]: positive, at most 1,000 layers, whole heads"
         ) from None
 
 
