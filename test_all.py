@@ -19,7 +19,7 @@ their own. All models are tiny random ones or the shipped checkpoints.
     data optimizers offload recompute chunked_loss lora token_windows          training/
     alignment tuning                                                           training/
     cp kv_parallel ep async_tp zero pipeline schedules planner search    parallelism/
-    device_search pipeline_search                                        parallelism/
+    solvers helix spindle perseus pipeline_search                        parallelism/
     generate train draft_head attention_in                   the programs
     layout dry_run diloco quantized_collectives train_scale  composition: many devices, many flags
     checkpoint recovery                                      faults
@@ -132,9 +132,10 @@ import moe as O
 import paged_kv as P
 import parallel
 from parallelism import pipeline as PL
-from parallelism import auto_sharding, cost_model, datacenter, device_search, mixed_cluster
+from parallelism import auto_sharding, cost_model, datacenter, helix, mixed_cluster
 from parallelism import einsum_model as EM, kernel_model as KM, l2_residency as L2R
-from parallelism import network_topology, pipeline_search, planner, scaling_laws, search
+from parallelism import network_topology, perseus, pipeline_search, planner, problem, scaling_laws
+from parallelism import search, solvers, spindle
 from parallelism import serving_cost as SCOST, serving_plan as SPLAN, training_plan, uneven_sharding
 import quantize as Q
 from parallelism import quantized_collectives as QC
@@ -28823,7 +28824,7 @@ pl_done = on_ranks("pl_done", PL_WORKS, 4, 240, 40, pl_setup)
 SCHED_V = ("zbv", "v-half", "v-min", "dualpipev")
 
 
-# ---- reference implementations from the definitions, without SC.check and Schedule's methods ----
+# ---- reference implementations from the definitions, without SC.validate and Schedule's methods ----
 
 
 def sched_make(name, p, m, v=None):
@@ -28948,7 +28949,7 @@ def test_schedules_are_complete_and_run():
     for s in sched_all():
         name, p, m = s.name, len(s.actions), s.microbatches
         assert sched_verdict(s) is None, s
-        SC.check(s)
+        SC.validate(s)
         assert SC.parse(str(s)) == SC.parse(f"\n{s}\n\n") == s
         v = len(s.chunk_to_rank) // p
         kinds = Counter(a.kind for row in s.actions for a in row)
@@ -29223,11 +29224,11 @@ def test_schedules_check_rejects_what_cannot_run():
         verdict = sched_verdict(s)
         verdicts["deadlock" if isinstance(verdict, set) else verdict] += 1
         if verdict is None:
-            SC.check(s)
+            SC.validate(s)
             assert SC.parse(str(s)) == s
             return
         with pytest.raises(ValueError) as refusal:
-            SC.check(s)
+            SC.validate(s)
         message = str(refusal.value)
         assert "\n" not in message
         if isinstance(verdict, set):
@@ -29540,13 +29541,21 @@ def test_schedules_command_line(name, tmp_path, monkeypatch):
             for x in ("-1", "nan", "inf")
         ),
         ("--schedule zbv --plot no/such/x.svg", r"x\.svg"),
-        ("--schedule FILE", "list.txt|utf-8|decode"),
+        ("--schedule FILE", "list.txt: not UTF-8"),
+        ("--schedule OTHER", "other.txt: line 1 must be"),
+        ("--schedule 1f1b --forward 1e308", "times"),
+        ("--schedule interleaved --chunks 999999", "4 stages x 8 microbatches x 999999 chunks"),
+        ("--plot x.svg", "requires --schedule"),
+        ("--stages 4", "requires --schedule"),
     ],
 )
 def test_schedules_command_line_rejects_bad_input(argv, words, tmp_path):
     """Bad input exits with status 2 and one line on stderr that names the fault, no traceback."""
     (tmp_path / "list.txt").write_bytes(b"\xff")
-    code, _, err = sched_cli(*argv.replace("FILE", str(tmp_path / "list.txt")).split())
+    (tmp_path / "other.txt").write_text("F0.0 B0.0")
+    for word, name in (("FILE", "list.txt"), ("OTHER", "other.txt")):
+        argv = argv.replace(word, str(tmp_path / name))
+    code, _, err = sched_cli(*argv.split())
     assert code == 2 and re.fullmatch(rf"schedules\.py: error: [^\n]*({words})[^\n]*\n", err), err
 
 
@@ -30684,7 +30693,7 @@ def test_planner_alone_in_a_folder(tmp_path):
     at = tmp_path / "parallelism"
     at.mkdir()
     parts = mixed_cluster, network_topology, scaling_laws, SCOST, auto_sharding, SC
-    parts += device_search, pipeline_search, uneven_sharding
+    parts += helix, spindle, perseus, pipeline_search, uneven_sharding, problem, solvers
     for module in (planner, cost_model, training_plan, *parts, *planner.TOPICS.values()):
         shutil.copy(module.__file__, at)
     run = [sys.executable, "-S", "-m", "parallelism.planner"]
@@ -31105,6 +31114,8 @@ def test_planner_flags_of_topics_go_with_their_topic(monkeypatch):
         "--site --twin": "planner.py: --site cannot be combined with --twin",
         "--site --tp 2": "planner.py: --tp cannot be combined with --site",
         "--persist 8 --gpus 64": "planner.py: --gpus cannot be combined with --persist",
+        "--persist 8 --gpus 8": "planner.py: --gpus cannot be combined with --persist",
+        "--failures 1": "planner.py: --failures requires --search",
         "--persist 8 --stages 2": "planner.py: --stages requires --kernel",
         "--einsum ij->i --sizes i=8": "planner.py: --sizes lacks index j of --einsum; add j=SIZE",
         "--kernel=": "planner.py: --kernel must be three numbers such as 4096,4096,64, not ''",
@@ -32075,18 +32086,18 @@ def search_max_flow(arcs, source, sink):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_device_search_max_flow(seed):
+def test_solvers_max_flow(seed):
     """The flow has scipy's value and keeps capacities and nodes; the cut's arcs cost as much."""
     rng = random.Random(seed)
     pairs = list(itertools.combinations(rng.sample(range(7), 7), 2))
     arcs = {pair: rng.randint(0, 9) for pair in pairs if rng.random() < 0.6}
-    flow, side = device_search.max_flow(arcs, 0, 6)
+    flow, side = solvers.max_flow(arcs, 0, 6)
     assert all(0 <= flow[arc] <= c for arc, c in arcs.items())
     balance = lambda n: sum(f * ((v == n) - (u == n)) for (u, v), f in flow.items())
     assert all(balance(n) == 0 for n in range(1, 6))
     cost = sum(c for (u, v), c in arcs.items() if u in side and v not in side)
     assert balance(6) == cost == search_max_flow(arcs, 0, 6) and 0 in side and 6 not in side
-    assert device_search.max_flow({(0, 1): INF, (1, 6): INF, (0, 6): 3}, 0, 6) is None
+    assert solvers.max_flow({(0, 1): INF, (1, 6): INF, (0, 6): 3}, 0, 6) is None
 
 
 # ---- Helix ----
@@ -32098,19 +32109,19 @@ def helix_cluster(seed):
     rng, links = random.Random(seed), {}
     rate = lambda: [60 * rng.randint(1, 5) // k for k in (1, 2, 3)[: rng.randint(1, 3)]]
     rates = {n: rate() for n in "abc"}
-    for pair in itertools.permutations([device_search.HOST, *"abc"], 2):
+    for pair in itertools.permutations([helix.HOST, *"abc"], 2):
         if rng.random() < 0.85:
             links[pair] = rng.randint(20, 200)
     if seed % 3 == 0:
         rates["b"], other = rates["a"], {"a": "b", "b": "a"}
         links |= {tuple(other.get(n, n) for n in pair): rate for pair, rate in links.items()}
-    return device_search.Cluster(3, rates, links)
+    return helix.Cluster(3, rates, links)
 
 
 def helix_throughput(cluster, spans):
     """The maximum flow of tokens: a node holds spans[n] = (first layer, last + 1) and computes from
     the layer after the sender's last one on."""
-    host, arcs = device_search.HOST, {}
+    host, arcs = helix.HOST, {}
     for n, (first, end) in spans.items():
         arcs[n, n + "'"] = cluster.rates[n][end - first - 1]
         for m, rate in ((m, cluster.links.get((n, m), 0)) for m in spans):
@@ -32124,7 +32135,7 @@ def helix_throughput(cluster, spans):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_device_search_helix_equals_the_best_of_all_placements(seed):
+def test_helix_equals_the_best_of_all_placements(seed):
     """The program's placement and its bound have the throughput of the best of all placements of 3
     layers on 3 nodes; the routes carry it, on links that exist."""
     cluster = helix_cluster(seed)
@@ -32134,19 +32145,19 @@ def test_device_search_helix_equals_the_best_of_all_placements(seed):
     for chosen in itertools.product(*options):
         held = {n: s for n, s in zip(cluster.rates, chosen) if s is not None}
         best = max(best, helix_throughput(cluster, held))
-    found, bound = device_search.place(cluster)
+    found, bound = helix.place(cluster)
     routes = cluster.routes(found)
-    sent = sum(f for (a, _), f in routes.items() if a == device_search.HOST)
+    sent = sum(f for (a, _), f in routes.items() if a == helix.HOST)
     assert sent == pytest.approx(best) == pytest.approx(bound)
     assert helix_throughput(cluster, found) == pytest.approx(best)
     assert all(f <= cluster.links[link] * (1 + 1e-9) for link, f in routes.items())
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_device_search_helix_requests_follow_the_flow(seed):
+def test_helix_requests_follow_the_flow(seed):
     """After any number of requests, each link of a node has its share of them up to k - 1, the
     number of other links; and a pipeline is a path of links from the first layer to the last."""
-    host, rng = device_search.HOST, random.Random(seed)
+    host, rng = helix.HOST, random.Random(seed)
     flows, free = {}, {"c": 0.0, "d": 0.0}
     for n, total in (("a", rng.uniform(1, 5)), ("b", rng.uniform(1, 5))):
         flows[host, n], part = total, rng.uniform(0.1, 0.9)
@@ -32154,7 +32165,7 @@ def test_device_search_helix_requests_follow_the_flow(seed):
             flows[n, m] = total * share
             free[m] += total * share
     flows |= {(m, host): total for m, total in free.items()}
-    robin, seen = device_search.RoundRobin(flows), Counter()
+    robin, seen = helix.RoundRobin(flows), Counter()
     for _ in range(300):
         path = [host, *robin.pipeline(), host]
         seen += Counter(itertools.pairwise(path))
@@ -32176,7 +32187,7 @@ def spindle_tasks(seed):
     for name in "abc"[: rng.choice([2, 3])]:
         one, power = rng.uniform(1, 5), rng.uniform(0.3, 1)
         seconds = {n: one / n**power for n in range(1, devices + 1)}
-        tasks[name] = device_search.Task(rng.randint(1, 4), seconds)
+        tasks[name] = spindle.Task(rng.randint(1, 4), seconds)
     return tasks, devices
 
 
@@ -32197,14 +32208,14 @@ def spindle_best(tasks, devices):
     return best(tuple(task.count for task in tasks.values()))
 
 
-def test_device_search_spindle_is_near_the_best_waves():
+def test_spindle_is_near_the_best_waves():
     """Waves run every operator once on the devices there are; they take at most 1.3 of the best
     waves, in half of the cases the least, never more than the tasks one after another; and the
     bound is no more than the best."""
     exact = 0
     for seed in range(40):
         tasks, devices = spindle_tasks(seed)
-        waves, bound = device_search.plan_waves(tasks, devices)
+        waves, bound = spindle.plan_waves(tasks, devices)
         for seconds, runs in waves:
             assert sum(n for n, _ in runs.values()) <= devices
             assert seconds == max(c * tasks[name].seconds[n] for name, (n, c) in runs.items())
@@ -32217,23 +32228,23 @@ def test_device_search_spindle_is_near_the_best_waves():
     assert exact >= 20
 
 
-def test_device_search_spindle_bound_and_order():
+def test_spindle_bound_and_order():
     """Linear scaling: the bound is all work over all devices. A task starts after those that it
     reads. Curves that are no use (slower with more devices) are not used."""
-    linear = lambda count, one: device_search.Task(count, {n: one / n for n in (1, 2, 4, 8)})
+    linear = lambda count, one: spindle.Task(count, {n: one / n for n in (1, 2, 4, 8)})
     tasks = {"a": linear(6, 2.0), "b": linear(3, 5.0), "c": replace(linear(2, 4.0), after=("b",))}
-    waves, bound = device_search.plan_waves(tasks, 8)
+    waves, bound = spindle.plan_waves(tasks, 8)
     assert bound == pytest.approx((6 * 2 + 3 * 5) / 8 + 2 * 4 / 8)
     assert sum(wave.seconds for wave in waves) == pytest.approx(bound)
     at = {name: [i for i, wave in enumerate(waves) if name in wave.runs] for name in tasks}
     assert max(at["a"] + at["b"]) < min(at["c"])
-    worse = device_search.Task(4, {1: 1.0, 2: 1.5, 4: 0.5})
-    (wave,), bound = device_search.plan_waves({"a": worse}, 4)
+    worse = spindle.Task(4, {1: 1.0, 2: 1.5, 4: 0.5})
+    (wave,), bound = spindle.plan_waves({"a": worse}, 4)
     assert wave.runs == {"a": (4, 4)} and wave.seconds == pytest.approx(2) == pytest.approx(bound)
-    more = device_search.Task(1, {1: 1.0, 64: 1e-3})  # more devices than there are
-    assert device_search.plan_waves({"a": more}, 8)[1] == pytest.approx(1)
-    tasks = dict.fromkeys("ab", device_search.Task(4, {1: 1.0, 2: 0.9, 4: 0.2}))  # superlinear
-    assert device_search.plan_waves(tasks, 4)[1] == pytest.approx(2 * 4 * 0.2)
+    more = spindle.Task(1, {1: 1.0, 64: 1e-3})  # more devices than there are
+    assert spindle.plan_waves({"a": more}, 8)[1] == pytest.approx(1)
+    tasks = dict.fromkeys("ab", spindle.Task(4, {1: 1.0, 2: 0.9, 4: 0.2}))  # superlinear
+    assert spindle.plan_waves(tasks, 4)[1] == pytest.approx(2 * 4 * 0.2)
 
 
 # ---- DistTrain ----
@@ -32397,7 +32408,7 @@ def perseus_curves(rng, stages, most):
 @pytest.mark.parametrize("seed, stages, micros, most", [
     *((seed, 2, 2, 3) for seed in range(4)), (4, 3, 2, 2), (5, 2, 3, 2), (6, 1, 4, 4),
 ])  # fmt: skip
-def test_pipeline_search_perseus_equals_all_plans(seed, stages, micros, most):
+def test_perseus_equals_all_plans(seed, stages, micros, most):
     """At each iteration time from the fastest to the one with the least energy, the plan takes that
     time and has the least energy of all plans of whole time units."""
     curves = perseus_curves(random.Random(seed), stages, most)
@@ -32407,7 +32418,7 @@ def test_pipeline_search_perseus_equals_all_plans(seed, stages, micros, most):
     energy = sum(np.array([*map(c.get, plans[:, i])]) for i, c in enumerate(own))
     times = perseus_time(needs, plans)
     schedule = SC.make_schedule("1f1b", stages, micros)
-    points = [*pipeline_search.energy_frontier(schedule, lambda a: curves[a.kind, a.chunk])]
+    points = [*perseus.energy_frontier(schedule, lambda a: curves[a.kind, a.chunk])]
     slowest = times[energy.argmin()]
     assert [point.time for point in points] == list(range(slowest, times.min() - 1, -1))
     for point in points:
@@ -32419,7 +32430,7 @@ def test_pipeline_search_perseus_equals_all_plans(seed, stages, micros, most):
 
 
 @pytest.mark.parametrize("seed, stages, micros", [(0, 3, 4), (1, 4, 5)])
-def test_pipeline_search_perseus_equals_the_linear_program(seed, stages, micros):
+def test_perseus_equals_the_linear_program(seed, stages, micros):
     """In larger pipelines, where some passes slow down while the whole gets faster: the energies of
     the linear program over starts, durations and energies of all passes."""
     from scipy.optimize import linprog
@@ -32442,20 +32453,20 @@ def test_pipeline_search_perseus_equals_the_linear_program(seed, stages, micros)
             at_most(slope * t0 - e0, (n + i, slope), (2 * n + i, -1))
     bounds = [(0, None)] * n + [(min(c), max(c)) for c in own] + [(None, None)] * n
     schedule = SC.make_schedule("1f1b", stages, micros)
-    points = [*pipeline_search.energy_frontier(schedule, lambda a: curves[a.kind, a.chunk])]
+    points = [*perseus.energy_frontier(schedule, lambda a: curves[a.kind, a.chunk])]
     for point in points[::6]:
         most = [point.time if limit == INF else limit for limit in limits]
         best = linprog([0] * 2 * n + [1] * n, A_ub=np.array(rows), b_ub=most, bounds=bounds)
         assert point.joules == pytest.approx(best.fun)
 
 
-def test_pipeline_search_perseus_energy_curve():
+def test_perseus_energy_curve():
     """At each time, the least energy of mixing two options, down to the least energy of all; exact
     for convex options, and options above the mix of others are not used."""
     for seed in range(20):
         rng = random.Random(seed)
         options = {t: rng.uniform(1, 9) for t in rng.sample(range(1, 20), 6)}
-        curve = pipeline_search.energy_curve(options)
+        curve = perseus.energy_curve(options)
         cheapest = min(options, key=options.get)
         assert [*curve] == list(range(min(options), cheapest + 1))
         for t, e in curve.items():
@@ -32466,7 +32477,7 @@ def test_pipeline_search_perseus_energy_curve():
             )
             assert e == pytest.approx(min(mixes))
     options = {0.1 * t: e for t, e in {8: 9.0, 8.9: 5.0, 10: 2.0}.items()}  # between whole units
-    curve = pipeline_search.energy_curve(options, 0.1)
+    curve = perseus.energy_curve(options, 0.1)
     assert curve == pytest.approx({8: 9.0, 9: 5 - 3 / 11, 10: 2.0})
 
 
@@ -32478,7 +32489,7 @@ def search_output(capsys, name, **problem):
     return capsys.readouterr().out.splitlines()
 
 
-def test_device_search_program_helix(capsys):
+def test_helix_program(capsys):
     """llama3.2-1b's 16 layers in 2 groups: node a has the first at 100 tokens/s, b and c have the
     second at 50 each, over links that carry 70 (2 x 2048 bytes per token, 80% of the network). If
     they carry 30, a has all layers, and b and c the other pipeline."""
@@ -32494,10 +32505,10 @@ def test_device_search_program_helix(capsys):
 
 
 @pytest.mark.parametrize("scale", [1e-9, 1e9])
-def test_device_search_helix_in_any_unit(scale):
+def test_helix_in_any_unit(scale):
     """Rates in other units give the same placement's throughput, and so do faster links."""
     cluster = helix_cluster(4)
-    routes = lambda c: c.routes(device_search.place(c)[0]).items()
+    routes = lambda c: c.routes(helix.place(c)[0]).items()
     flow = lambda c: sum(f for (a, _), f in routes(c) if a == "host")
     rates = {n: [scale * r for r in row] for n, row in cluster.rates.items()}
     links = {pair: scale * r for pair, r in cluster.links.items()}
@@ -32508,7 +32519,7 @@ def test_device_search_helix_in_any_unit(scale):
 
 
 @pytest.mark.parametrize("name", ["mixtral-8x7b", "deepseek-v3", "llama3-8b"])
-def test_device_search_helix_decode_rates(name):
+def test_helix_decode_rates(name):
     """Of experts, a node reads and computes those that are chosen; MLA caches the latent."""
     shape, read = cost_model.SHAPES[name], 1 / (0.9 * 4.8e12)  # s per byte of an H200
     node = replace(cost_model.DEVICES["h200"], memory=1e15)
@@ -32517,7 +32528,7 @@ def test_device_search_helix_decode_rates(name):
     token = 2 * (576 if name == "deepseek-v3" else 2 * 8 * 128) * shape.layers
     seconds = {}
     for batch, context in (4096, 1), (1024, 100_000), (1, 4096):
-        rates = device_search.decode_rates(shape, node, 1, batch, context)
+        rates = helix.decode_rates(shape, node, 1, batch, context)
         assert len(rates) == shape.layers and rates[1] == pytest.approx(rates[0] / 2)
         seconds[batch] = batch / rates[-1]
     assert 4096 * flops < seconds[4096] < 3 * 4096 * flops
@@ -32525,14 +32536,14 @@ def test_device_search_helix_decode_rates(name):
     assert seconds[1] < (0.5 if shape.experts else 1.3) * 2 * whole * read
 
 
-def test_device_search_helix_names_the_missing_solver(monkeypatch):
+def test_helix_names_the_missing_solver(monkeypatch):
     """Without scipy, --search helix is one line that names it."""
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
-    with pytest.raises(ValueError, match="^--search helix needs scipy: pip install scipy$"):
-        device_search.place(helix_cluster(1))
+    with pytest.raises(ValueError, match="helix require scipy; run: pip install scipy$"):
+        helix.place(helix_cluster(1))
 
 
-def test_device_search_program_spindle(capsys):
+def test_spindle_program(capsys):
     """Two tasks that do not scale run side by side; the third waits for them."""
     flat, half = {"1": 1.0, "2": 1.0}, {"1": 1.0, "2": 0.5}
     tasks = {"a": [3, flat, []], "b": [3, flat, []], "c": [2, half, ["a", "b"]]}
@@ -32575,7 +32586,7 @@ def test_pipeline_search_program_dynapipe(capsys):
     assert out[-1] == "2x40 2x40 2x40"
 
 
-def test_pipeline_search_program_perseus(capsys):
+def test_perseus_program(capsys):
     """One stage, one micro-batch: F in 1 s with 200 J or 2 s with 100 J, B in 2 s with 400 J or 4 s
     with 200 J, and 10 W while waiting, for nothing. Stage 2 of 2 takes a tenth of that: it can slow
     down for free, down to its least energy."""
@@ -32629,6 +32640,7 @@ for planner_text, planner_words in {
     'spindle {"tasks": {"a": [1, 60, 8, 8, 8, []]}}': "whole heads",
     'spindle {"tasks": {"a": [1, 64, 8, 8, 1000000000000, []]}}': "a must be",
     'spindle {"tasks": {"a": [1, {"16": 1}, []]}}': "a needs 16 devices of 8",
+    'spindle {"tasks": {"a": [1001, {"1": 1}, []]}}': "a must be .* at most 1,000 layers",
     'disttrain {"modules": {"a": [1, 64, 5, 8]}}': r"modules: a must be null or \[layers",
     'disttrain {"costs": [1, 2]}': "costs must be 64 positive numbers",
     'disttrain {"samples": 1000000000000}': "samples must be of the form 256",

@@ -34,8 +34,8 @@ import argparse
 import math
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
-from itertools import pairwise, product
-from typing import Any, NamedTuple
+from itertools import chain, product
+from typing import NamedTuple
 
 from parallelism.cost_model import (
     ATTENTION_EFFICIENCY,
@@ -53,6 +53,7 @@ from parallelism.cost_model import (
     score_width,
 )
 from parallelism.schedules import partition
+from parallelism.solvers import IntegerProgram
 from parallelism.training_plan import (
     LAYER_HBM_BYTES,
     LOGITS_BYTES,
@@ -67,17 +68,6 @@ from parallelism.training_plan import (
     parse_job,
     train_flags,
 )
-
-
-def load_solver() -> tuple[Any, Any, Any]:
-    """scipy's solvers, numpy, and scipy's sparse matrices."""
-    try:
-        import numpy
-        import scipy.optimize
-        from scipy.sparse import coo_array
-    except ImportError:
-        raise ValueError("--search alpa and hap require scipy; run: pip install scipy") from None
-    return scipy.optimize, numpy, coo_array
 
 # --------------------------------------------------------------------------------------------------
 # Operators and their shardings
@@ -201,43 +191,31 @@ def choose_shardings(
     [choice of u][choice of v] (Alpa, 4.2, equation 1), and that sum. budgets: (use of each node's
     choices, limit of their sum). (inf, []) if no choice satisfies them.
 
-    x is one-hot per node. A variable per pair of choices of an edge has x of either end as its
-    marginals, so that it is their product without being an integer itself."""
-    optimize, np, coo_array = load_solver()
-    starts = [0]
-    for sizes in (*map(len, costs), *(len(m) * len(m[0]) for m in edges.values())):
-        starts.append(starts[-1] + sizes)
-    nodes, rows, limits = len(costs), [], []  # rows: variable -> coefficient
-
-    def add(terms: dict[int, float], low: float, high: float) -> None:
-        rows.append(terms)
-        limits.append((low, high))
-
+    Integer (v, a) is 1 if node v has choice a. Continuous (u, v, a, b), of a pair of choices of an
+    edge, has these of either end as its marginals, so that it is their product. Costs are in units
+    of the largest: the solver's tolerances are absolute."""
+    program = IntegerProgram()
+    flat = [x for own in (*costs, *chain(*edges.values())) for x in own]
+    unit = max(*flat, 1e-30)
     for v, own in enumerate(costs):
-        add({starts[v] + a: 1 for a in range(len(own))}, 1, 1)
-    for (u, v), first in zip(edges, starts[nodes:]):
-        n, m = len(costs[u]), len(costs[v])
-        for a in range(n):
-            add({first + a * m + b: 1 for b in range(m)} | {starts[u] + a: -1}, 0, 0)
-        for b in range(m):
-            add({first + a * m + b: 1 for a in range(n)} | {starts[v] + b: -1}, 0, 0)
+        for a, x in enumerate(own):
+            program.add((v, a), x / unit, most=1, integer=True)
+        program.limit([((v, a), 1) for a in range(len(own))], 1, 1)
+    for (u, v), matrix in edges.items():
+        first, second = range(len(costs[u])), range(len(costs[v]))
+        for a, b in product(first, second):
+            program.add((u, v, a, b), matrix[a][b] / unit, most=1)
+        for a in first:
+            program.limit([*(((u, v, a, b), 1) for b in second), ((u, a), -1)], 0, 0)
+        for b in second:
+            program.limit([*(((u, v, a, b), 1) for a in first), ((v, b), -1)], 0, 0)
     for use, limit in budgets:
-        flat = [x for own in use for x in own]
-        add({a: x / limit for a, x in enumerate(flat)}, -np.inf, 1)
-    flat = [x for own in costs for x in own] + [x for m in edges.values() for row in m for x in row]
-    unit = max(*flat, 1e-30)  # the solver's tolerances are absolute
-    at = [(i, j) for i, terms in enumerate(rows) for j in terms]
-    matrix = coo_array(([x for terms in rows for x in terms.values()], tuple(zip(*at))))
-    got = optimize.milp(
-        np.array(flat) / unit,
-        constraints=optimize.LinearConstraint(matrix.tocsr(), *np.array(limits).T),
-        integrality=np.arange(starts[-1]) < starts[nodes],
-        bounds=optimize.Bounds(0, 1),
-        options={"mip_rel_gap": 0},
-    )
-    if got.x is None:
+        terms = [((v, a), x / limit) for v, own in enumerate(use) for a, x in enumerate(own)]
+        program.limit(terms, -math.inf, 1)
+    found = program.minimize()
+    if not found:
         return math.inf, []
-    chosen = [int(np.argmax(got.x[a:b])) for a, b in pairwise(starts[: nodes + 1])]
+    chosen = [max(range(len(own)), key=lambda a: found.values[v, a]) for v, own in enumerate(costs)]
     total = sum(own[a] for own, a in zip(costs, chosen))
     return total + sum(m[chosen[u]][chosen[v]] for (u, v), m in edges.items()), chosen
 

@@ -564,22 +564,19 @@ def ulysses_attention(
 
 def main() -> None:
     """Gradients == attention over the full sequence; milliseconds of each variant."""
-    from torch.utils.benchmark import Timer  # here: its import takes 0.12 s
-
     if "RANK" not in os.environ:
         sys.exit("run: torchrun --standalone --nproc-per-node 2 parallelism/context_parallel.py")
+    from torch.utils.benchmark import Timer  # here: its import takes 0.12 s
+
     gpu = torch.cuda.is_available()
     torch.set_default_device(f"cuda:{os.environ['LOCAL_RANK']}" if gpu else "cpu")
     dist.init_process_group("nccl" if gpu else "gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    forms = {name: (partial(ring_attention, placement=name), name)
-             for name in ("contiguous", "striped", "zigzag")}  # fmt: skip
-    forms["all-gather"] = all_gather_attention, "zigzag"
-    forms["Ulysses"] = ulysses_attention, "contiguous"
-
-    def step(form: Callable[..., Tensor], inputs: list[Tensor]) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(form(*inputs).square().sum(), inputs)
-
+    forms = {p: (partial(ring_attention, placement=p), p)
+             for p in ("contiguous", "striped", "zigzag")}  # fmt: skip
+    forms |= {"all-gather": (all_gather_attention, "zigzag")}
+    forms |= {"Ulysses": (ulysses_attention, "contiguous")}
+    step = lambda form, inputs: torch.autograd.grad(form(*inputs).square().sum(), inputs)
     torch.manual_seed(0)
     T, H, Hkv = 32 * ranks, 2 * ranks, ranks
     whole = [torch.randn(2, T, h, 16, dtype=torch.double).requires_grad_() for h in (H, Hkv, Hkv)]
@@ -593,8 +590,7 @@ def main() -> None:
     for name, (form, placement) in forms.items():
         # the same number of runs on all ranks
         timer = Timer("step(form, x)", globals=dict(step=step, form=form, x=local))
-        ms = 1e3 * timer.timeit(5).mean
-        pairs = pairs_per_rank(T, ranks, placement)
+        ms, pairs = 1e3 * timer.timeit(5).mean, pairs_per_rank(T, ranks, placement)
         if rank == 0:
             print(f"T {T}, {ranks} ranks, forward + backward, {name}: {ms:.1f} ms, "
                   f"max / mean work {max(pairs) * ranks / sum(pairs):.2f}")  # fmt: skip

@@ -58,8 +58,7 @@ from parallelism.context_parallel import (
 )
 from parallelism.expert_parallel import Placement, all_to_all_dispatch, keep_local_experts_
 from parallelism.expert_parallel import remap_expert_ids
-from parallelism.pipeline_model import PipelineStages
-from parallelism.pipeline_model import check as check_stages
+from parallelism.pipeline_model import PipelineStages, check_stages
 from parallelism.quantized_collectives import QuantizedAllGather, QuantizedReduceScatter
 from parallelism.quantized_collectives import node_groups
 from parallelism.ring_self_attention import ring_self_attention

@@ -280,7 +280,7 @@ class Pipeline:
         back = self.next_chunk["B" if kind == "F" else "F", chunk]
         source = self.schedule.chunk_to_rank[back]
         while key not in self.pending_recvs:
-            assert self.expected[source], f"rank {source} never sends {key}: run schedules.check"
+            assert self.expected[source], f"rank {source} never sends {key}: run schedules.validate"
             self._post_recv(source)
         buffer, work = self.pending_recvs.pop(key)
         work.wait()

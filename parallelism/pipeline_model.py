@@ -55,7 +55,7 @@ from training.data import decode
 TRAINABLE = [name for name in SCHEDULES if name != "pipedream"]
 
 
-def check(args: TrainConfig, config: ModelConfig, dp_size: int) -> None:
+def check_stages(args: TrainConfig, config: ModelConfig, dp_size: int) -> None:
     """ValueError, naming the flag, for unsupported pipeline settings. dp_size: the number of
     data-parallel ranks that a step's batch is split over."""
     if args.pp == 1:

@@ -1,43 +1,35 @@
-"""Searches for training pipelines: GPUs of each module, micro-batches, their order, and clocks.
+"""Searches for training pipelines: GPUs of each module, and micro-batches.
 
-    python -m parallelism.planner --search perseus --model llama3-8b
+    python -m parallelism.planner --search disttrain --gpus 64
     python -m parallelism.planner --search dynapipe --problem '{"lengths": [900, 80, 75], "pp": 2}'
-
-Three papers, each a small optimization problem on the models and devices of cost_model.py:
 
     disttrain  multimodal training: GPUs and parallelism of encoder, backbone and generator, exact;
                samples to ranks and the order of microbatches, heuristics (arXiv:2408.04275)
     dynapipe   documents of unequal lengths to micro-batches under a memory cap, exact
                (arXiv:2311.10418)
-    perseus    a clock for every forward and backward pass: the least energy of a pipeline at each
-               iteration time, exact for convex energies (arXiv:2312.06902)
 
-The time of a pipeline, sum(t) + weight max(t), is what the first two minimize
-(`least_sum_and_max`); schedules.py lists the passes, and simulates them. Perseus cuts the graph of
-passes with device_search.max_flow, once per unit of time.
+Both minimize the time of a pipeline, sum(t) + weight max(t) (`least_sum_and_max`); schedules.py
+lists the passes, and simulates them.
 
-When it loses: times come from formulas or from --problem, not from a profile of the machine; a
-search is as good as they are. sum(t) + weight max(t) is a bound unless all t are equal. GPUs cannot
-change their clock for each pass when passes are shorter than some ten milliseconds. train.py runs
-the layouts and layers that are printed, but pads or packs rows to one length and sets no clocks.
-test_all.py compares each with all solutions of small random problems. Needs: the standard library.
+When it loses: times come from formulas or from --problem, not from a profile of the machine. sum(t)
++ weight max(t) is a bound unless all t are equal. train.py runs the layouts and layers that are
+printed, but pads or packs rows to one length. test_all.py compares both with all solutions of small
+random problems. Needs: the standard library.
 """
 
 from __future__ import annotations
 
 if __name__ == "__main__":
-    raise SystemExit("run: python -m parallelism.planner --search perseus")
+    raise SystemExit("run: python -m parallelism.planner --search disttrain")
 
 import argparse
 import itertools
 import math
 import random
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from parallelism import device_search
 from parallelism.cost_model import (
     GIB,
     MEMORY_FRACTION,
@@ -48,16 +40,7 @@ from parallelism.cost_model import (
     parse_number,
     require,
 )
-from parallelism.device_search import (
-    Arcs,
-    block,
-    is_count,
-    is_positive,
-    lower_hull,
-    max_flow,
-    passes,
-    read_problem,
-)
+from parallelism.problem import block, is_count, is_positive, passes, read_problem
 from parallelism.schedules import Action, Costs, Schedule, balance, make_schedule, simulate
 from parallelism.training_plan import (
     LOGITS_BYTES,
@@ -70,8 +53,6 @@ from parallelism.training_plan import (
     memory,
     state_bytes,
 )
-
-WAITING_WATTS = 75.5  # of a GPU blocked in a receive: the default of Perseus's lowtime library
 
 
 # --------------------------------------------------------------------------------------------------
@@ -316,6 +297,25 @@ DYNAPIPE = {
 }
 
 
+def stage_passes(
+    shape: Shape, device: Device, seq: int, stages: int
+) -> tuple[list[int], list[tuple[float, float]]]:
+    """(layers, seconds of F and of B) of each stage for one sequence: layers balanced by time,
+    the head with the last ones."""
+    forward, backward = passes(shape, device, seq)
+    head = head_seconds(shape, device, seq)
+    costs = [forward + backward] * (shape.layers - 1) + [forward + backward + head]
+    counts = [end - first for first, end in balance(costs, stages)]
+    times = [(n * forward, n * backward) for n in counts]
+    return counts, [*times[:-1], (times[-1][0] + head / 3, times[-1][1] + 2 * head / 3)]
+
+
+def stage_flags(counts: Sequence[int]) -> str:
+    """The command line of train.py with these layers on its stages."""
+    layers = ",".join(map(str, counts))
+    return f"train.py --pp {len(counts)} --pp-schedule 1f1b --set pp_layers={layers}"
+
+
 def stage_costs(
     shape: Shape, device: Device, counts: Sequence[int]
 ) -> tuple[Callable[[int, int], float], float]:
@@ -377,196 +377,4 @@ def dynapipe_report(args: argparse.Namespace) -> str:
     return "\n".join([*rows, " ".join(f"{len(group)}x{longest(group)}" for group in found)])
 
 
-# --------------------------------------------------------------------------------------------------
-# Perseus: a clock for every pass
-# --------------------------------------------------------------------------------------------------
-
-
-def energy_curve(options: Mapping[float, float], unit: float = 1) -> dict[int, float]:
-    """Least joules at each whole number of time units, from options {seconds: joules}: the lower
-    convex hull from the fastest option, rounded, to the one with the least energy."""
-    hull = lower_hull(options.items())
-    first = max(1, round(hull[0][0] / unit))
-    curve, lines = {first: hull[0][1]}, list(itertools.pairwise(hull))
-    for t in range(first, int(hull[-1][0] / unit * (1 + 1e-9)) + 1 if lines else first):
-        # of a convex curve, the highest of all lines
-        curve[t] = max(e + (t * unit - s) * (f - e) / (u - s) for (s, e), (u, f) in lines)
-    return curve
-
-
-class Point(NamedTuple):
-    """A Pareto-optimal plan: time units and joules of an iteration, units of each pass."""
-
-    time: int
-    joules: float
-    plan: dict[Action, int]
-
-
-def energy_frontier(
-    schedule: Schedule, curves: Callable[[Action], dict[int, float]]
-) -> Iterator[Point]:
-    """The plans with the least energy at each time, from the slowest useful one to the fastest.
-
-    Events are starts and ends of passes; the time between the two of a pass is what it may take,
-    and curves(action) is its energy by time (convex and decreasing, see energy_curve). One unit
-    faster: events on one side of a cut move one unit earlier. The minimum cut of (energy of passes
-    that get shorter) - (gain of passes that get longer) keeps the plan optimal, because the total
-    energy is L-natural-convex in the events (Phillips and Dessouky, Management Science 1977).
-    """
-    curve_of = {a: curves(a) for actions in schedule.actions for a in actions}
-    slowest = ActionCosts(of=lambda a: max(curve_of[a]))
-    at: dict[Hashable, int] = {"begin": 0}
-    arcs: list[tuple[Hashable, Hashable, dict[int, float]]] = []
-    keys, order = {a[:3]: a for a in curve_of}, {0: 0.0}
-    for events in simulate(schedule, slowest).events:
-        last = "begin"
-        for start, end, a in events:
-            at[a, "start"], at[a, "end"] = round(start), round(end)
-            before = [last, *((keys[key], "end") for key in schedule.dependencies(a))]
-            arcs += [(node, (a, "start"), order) for node in before]
-            arcs.append(((a, "start"), (a, "end"), curve_of[a]))
-            last = a, "end"
-        arcs.append((last, "finish", order))
-    at["finish"] = max(at.values())
-    while True:
-        plan = {a: min(at[a, "end"] - at[a, "start"], max(c)) for a, c in curve_of.items()}
-        yield Point(at["finish"], sum(curve_of[a][t] for a, t in plan.items()), plan)
-        found = max_flow(cut_arcs(arcs, at), "begin", "finish")
-        if found is None:  # no pass on the critical path can be faster
-            return
-        for node in at:
-            at[node] -= node not in found[1]
-
-
-def cut_arcs(arcs: Iterable[tuple], at: Mapping[Hashable, int]) -> Arcs:
-    """Arcs whose cuts cost the energy of a unit less between the sides. A pass that gets longer is
-    an arc that crosses back, with a negative cost; as [u in S] - [v in S] is [u -> v crosses] - [v
-    -> u crosses], adding `gain` of that to an arc leaves it a cost in one direction only, and each
-    node a cost of its side."""
-    capacity, side = defaultdict(float), defaultdict(float)
-    for u, v, curve in arcs:
-        time, least, most = at[v] - at[u], min(curve), max(curve)
-        loss = math.inf if time == least else curve[time - 1] - curve[time] if time <= most else 0.0
-        gain = curve[time] - curve[time + 1] if time < most else 0.0
-        if loss > gain:
-            capacity[u, v] += loss - gain
-        side[u] += gain
-        side[v] -= gain
-    for node, cost in side.items():
-        if cost > 0 and node not in ("begin", "finish"):
-            capacity[node, "finish"] += cost
-        elif cost < 0 and node not in ("begin", "finish"):
-            capacity["begin", node] -= cost
-    return capacity
-
-
-PERSEUS = {
-    "pp": 4,
-    "micro_batches": 8,
-    "clocks": [1.0, 0.9, 0.8, 0.7, 0.6, 0.5],  # of the highest
-    "watts": 700.0,  # at the highest clock: the limit of an H100 SXM (datasheet)
-    "waiting": WAITING_WATTS,
-    "options": None,  # of each stage [F, B], each {seconds: joules}; default: from the model
-    "units": 8,  # of time in the shortest pass: times are rounded to one
-    "seconds": None,  # of the slowest pipeline of a job, if it is another one ("straggler")
-}
-Stage = list[dict[float, float]]  # {seconds: joules} of its F and its B
-
-
-def stage_passes(
-    shape: Shape, device: Device, seq: int, stages: int
-) -> tuple[list[int], list[tuple[float, float]]]:
-    """(layers, seconds of F and of B) of each stage for one sequence: layers balanced by time,
-    the head with the last ones."""
-    forward, backward = passes(shape, device, seq)
-    head = head_seconds(shape, device, seq)
-    costs = [forward + backward] * (shape.layers - 1) + [forward + backward + head]
-    counts = [end - first for first, end in balance(costs, stages)]
-    times = [(n * forward, n * backward) for n in counts]
-    return counts, [*times[:-1], (times[-1][0] + head / 3, times[-1][1] + 2 * head / 3)]
-
-
-def stage_flags(counts: Sequence[int]) -> str:
-    """The command line of train.py with these layers on its stages."""
-    layers = ",".join(map(str, counts))
-    return f"train.py --pp {len(counts)} --pp-schedule 1f1b --set pp_layers={layers}"
-
-
-def clock_options(p: argparse.Namespace, seconds: float) -> dict[float, float]:
-    """{seconds: joules} of a pass that takes `seconds` at the highest clock: its time is as 1 /
-    clock, its power above that of a waiting GPU as the clock's cube (f V^2 with V ~ f)."""
-    power = lambda clock: p.waiting + (p.watts - p.waiting) * clock**3
-    return {seconds / clock: power(clock) * seconds / clock for clock in p.clocks}
-
-
-def read_stages(p: argparse.Namespace, args: argparse.Namespace) -> tuple[list[Stage], str]:
-    """(options of each stage, the flags of train.py with its layers)."""
-    if p.options is None:
-        ok = all(is_positive(clock) and clock <= 1 for clock in p.clocks)
-        require(ok, "--problem: clocks must be fractions of the highest: above 0, at most 1")
-        ok = p.watts > p.waiting
-        require(ok, f"--problem: watts {p.watts:g} must be above waiting {p.waiting:g}")
-        shape, seq = load_shape(args.model), parse_number(args.seq, 1024)
-        ok = p.pp <= shape.layers
-        require(ok, f"--problem: pp {p.pp} is more than the model's {shape.layers} layers")
-        counts, times = stage_passes(shape, load_device(args.device), seq, p.pp)
-        return [[clock_options(p, t) for t in stage] for stage in times], stage_flags(counts)
-    try:
-        stages = [[{float(t): e for t, e in both.items()} for both in s] for s in p.options]
-        numbers = [x for s in stages for both in s for pair in both.items() for x in pair]
-        require(all(map(is_positive, numbers)) and all(map(all, stages)), "")
-        require(len(stages) == p.pp and all(len(s) == 2 for s in stages), "")
-    except (AttributeError, TypeError, ValueError):
-        text = f"{p.pp} stages (pp) of [F, B], each {{seconds: joules}} with positive numbers"
-        raise ValueError(f"--problem: options must be {text}") from None
-    return stages, f"train.py --pp {p.pp} --pp-schedule 1f1b"
-
-
-def perseus_report(args: argparse.Namespace) -> str:
-    """The energy of an iteration by its time, and the plan that fits in `seconds`, or the fastest.
-    Between two options of a pass, energy is interpolated: run it part of the time at each."""
-    p = read_problem(args, PERSEUS)
-    stages, flags = read_stages(p, args)
-    ok = p.seconds is None or is_positive(p.seconds)
-    require(ok, f"--problem: seconds must be positive, not {p.seconds}")
-    ok = p.pp * p.micro_batches <= 512
-    require(ok, f"--problem: pp {p.pp} x micro_batches {p.micro_batches} is more than 512")
-    shortest, *_, longest = sorted(t for stage in stages for both in stage for t in both)
-    unit = shortest / p.units
-    text = f"--problem: passes of {shortest:g} to {longest:g} s are more than 1,000 units"
-    require(longest <= 1000 * unit, f"{text}; lower units, or leave slow options out")
-    # as a GPU waits at all other times, a pass costs what it takes above that
-    curve = lambda both: energy_curve({t: e - p.waiting * t for t, e in both.items()}, unit)
-    curves = [[*map(curve, stage)] for stage in stages]
-    of_action = lambda rows, a: rows[a.chunk]["FB".index(a.kind)]
-    curve_of = lambda a: of_action(curves, a)
-    schedule = make_schedule("1f1b", p.pp, p.micro_batches)
-    points = [*energy_frontier(schedule, curve_of)][::-1]
-    idle = lambda seconds: p.waiting * p.pp * seconds
-    total = lambda point: point.joules + idle(point.time * unit)
-    fastest = simulate(schedule, ActionCosts(of=lambda a: min(of_action(stages, a)))).makespan
-    highest = idle(fastest)
-    for both in (of_action(stages, a) for a in points[0].plan):
-        highest += both[min(both)] - p.waiting * min(both)
-    row = lambda x: f"{x.time * unit:>9.3f}{total(x):>10,.0f}{1 - total(x) / highest:>8.1%}"
-    points = points[: 1 + min(range(len(points)), key=lambda i: total(points[i]))]
-    chosen = [x for x in points if x is points[0] or x.time * unit <= (p.seconds or 0)][-1]
-    some = {round(i * (len(points) - 1) / 6) for i in range(7)}
-    return "\n".join([
-        f"1f1b, {p.pp} stages, {p.micro_batches} micro-batches; at the highest clocks "
-        f"{fastest:.3f} s, {highest:,.0f} J",
-        f"{'seconds':>9}{'joules':>10}{'saved':>8}",
-        *(row(points[i]) for i in sorted(some)),
-        f"{chosen.time * unit:.3f} s, {total(chosen):,.0f} J: time of each pass over its shortest",
-        *(f"  {actions[0].chunk} {kind} " + " ".join(
-            f"{chosen.plan[a] / min(curve_of(a)):.2f}" for a in actions if a.kind == kind
-        ) for actions in schedule.actions for kind in "FB"),
-        flags,
-    ])  # fmt: skip
-
-
-METHODS: dict[str, Callable[[argparse.Namespace], str]] = device_search.METHODS | {
-    "disttrain": disttrain_report,
-    "dynapipe": dynapipe_report,
-    "perseus": perseus_report,
-}
+METHODS = {"disttrain": disttrain_report, "dynapipe": dynapipe_report}

@@ -15,8 +15,10 @@ The program alone; the formulas lie beside it, by topic:
     search.py           --search: layouts as Aceso, Oobleck and Merak find them
     auto_sharding.py    --search: shards of each operator (Alpa)
     uneven_sharding.py  --search: uneven shards on heterogeneous GPUs (HAP)
-    device_search.py    --search: layers on unequal GPUs (Helix), waves of tasks (Spindle)
-    pipeline_search.py  --search: modules (DistTrain), micro-batches (DynaPipe), clocks (Perseus)
+    helix.py            --search: layers on unequal GPUs
+    spindle.py          --search: waves of the operators of several tasks
+    pipeline_search.py  --search: modules (DistTrain), micro-batches (DynaPipe)
+    perseus.py          --search: a clock for every pass of a pipeline
     kernel_model.py     --kernel: a matmul on one GPU: waves, occupancy, L2, regime
     einsum_model.py     --einsum: order of contraction, FLOPs, bytes, tiles
     l2_residency.py     --persist: activations to pin in L2
@@ -58,13 +60,13 @@ TOPICS = {
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """The program's flags; given: names of those that are not at their default; topic_of: of these,
-    the ones that belong to a topic -> its flag."""
+    """The program's flags; given: names of those on the command line; topic_of: of these, the ones
+    that belong to a topic -> its flag."""
     about = __doc__.split("\n")[0]
     parser = argparse.ArgumentParser("python -m parallelism.planner", description=about)
     add = parser.add_argument
     add("--model", default="llama3-8b", help=f"{', '.join(SHAPES)}, or a config.json")
-    add("--gpus", default="8")
+    add("--gpus", default="8", help="their number")
     add("--device", default="h100", help=", ".join(DEVICES))
     add("--seq", default="8192", help="tokens per sequence (k is 1024)")
     add("--batch", help="tokens per step (default: 4M; k is 1024, M 1024^2)")
@@ -85,7 +87,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         topic_of |= dict.fromkeys(more.keys() - defaults.keys(), flag)
         defaults = more
     args = parser.parse_args(argv)
-    args.given = {name for name, value in vars(args).items() if value != defaults[name]}
+    unset = argparse.Namespace(**dict.fromkeys(defaults, ...))
+    given = vars(parser.parse_args(argv, unset))
+    args.given = {name for name, value in given.items() if value is not ...}
     args.topic_of = {name: flag for name, flag in topic_of.items() if name in args.given}
     return args
 

@@ -9,7 +9,7 @@ a part of the model that one rank owns (torch's and Megatron's virtual stage), a
     W  weight gradients                          U  optimizer step (PipeDream: each microbatch)
 
 The messages follow from the lists: an F needs the F of the previous chunk, a B the B of the next.
-`check` verifies that any list can be executed, `simulate` computes its time and memory, and
+`validate` verifies that any list can be executed, `simulate` computes its time and memory, and
 pipeline.py runs it.
 
     schedule         bubble per rank           memory     chunks
@@ -137,7 +137,7 @@ def parse(text: str) -> Schedule:
     _check(ok, "the paths must have equal lengths and contain each chunk from 0 on once")
     chunk_to_rank = tuple(rank_of[c] for c in range(len(rank_of)))
     schedule = Schedule(named[1], int(named[2]), chunk_to_rank, tuple(paths), tuple(actions))
-    check(schedule)
+    validate(schedule)
     return schedule
 
 
@@ -429,6 +429,8 @@ def make_schedule(name: str, ranks: int, microbatches: int, chunks: int | None =
         _check(n is None or n >= 1, f"{what} must be at least 1, not {n}")
     ok = chunks is None or name in LOOPED
     _check(ok, f"chunks require {' or '.join(LOOPED)}: {name} has a fixed number of chunks")
+    size = f"{ranks} stages x {microbatches} microbatches x {chunks or 1} chunks"
+    _check(ranks * microbatches * (chunks or 1) <= 10**6, f"{size} are more than 10^6")
     return SCHEDULES[name](ranks, microbatches, *([chunks] if chunks else []))
 
 
@@ -543,7 +545,7 @@ def _peak(schedule: Schedule, actions: Iterable[Action], split: set) -> float:
     return max(alive) * len(schedule.actions) / len(schedule.paths[0])
 
 
-def check(schedule: Schedule) -> None:
+def validate(schedule: Schedule) -> None:
     """Validate a schedule. Every microbatch must have one F and one B for every chunk of its path,
     on the chunk's rank, at most one W, and U after these, on a chunk for all microbatches or none;
     and there must be no deadlock. ValueError says what is wrong."""
@@ -742,7 +744,17 @@ def table(p: int = 8, m: int = 32) -> str:
 # --------------------------------------------------------------------------------------------------
 
 
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
+def read(path: Path) -> Schedule:
+    """A schedule written by --list. ValueError, naming the file, if it is none."""
+    try:
+        return parse(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: not UTF-8") from None
+    except ValueError as e:
+        raise ValueError(f"{path}: {e}") from None
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
     """The program's flags."""
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = p.add_argument
@@ -764,18 +776,20 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
     args = parse_args(argv)
     try:
+        _check(args.schedule is not None or not argv, f"{' '.join(argv)} requires --schedule NAME")
         if args.schedule is None:
             print(table())
             return 0
         if Path(args.schedule).is_file():
-            schedule = parse(Path(args.schedule).read_text(encoding="utf-8"))
+            schedule = read(Path(args.schedule))
         else:
             schedule = make_schedule(args.schedule, args.stages, args.microbatches, args.chunks)
         work = args.forward, args.backward, args.weights
-        ok = all(0 <= t < math.inf for t in (*work, args.send, args.overlapped or 0.0))
-        _check(ok and sum(work) > 0, "times must be finite, not negative, and not all 0")
+        ok = all(0 <= t <= 1e18 for t in (*work, args.send, args.overlapped or 0.0))
+        _check(ok and sum(work) > 0, "times must be from 0 to 1e18, and not all 0")
         timeline = simulate(schedule, Costs(*work, args.overlapped, args.send))
         width = max(40, shutil.get_terminal_size((108, 24)).columns - 8)
         print(schedule if args.list else report(timeline, width))

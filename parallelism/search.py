@@ -10,8 +10,10 @@ Each method here searches a space that is too large for it, or needs far fewer e
     oobleck   pipelines of different sizes that use every node left   (arXiv:2309.08125, 4)
     alpa      a sharding per operator, stages on submeshes            (auto_sharding.py)
     hap       uneven shards on heterogeneous GPUs                     (uneven_sharding.py)
-    helix, spindle                layers on unequal GPUs, waves of tasks  (device_search.py)
-    disttrain, dynapipe, perseus  modules, micro-batches, clocks          (pipeline_search.py)
+    helix     layers on unequal GPUs                                  (helix.py)
+    spindle   waves of tasks                                          (spindle.py)
+    disttrain, dynapipe    GPUs of each module, micro-batches         (pipeline_search.py)
+    perseus   a clock for every pass                                  (perseus.py)
 
 What train.py can run is printed as its flags: equal stages of data and tensor parallelism with any
 number of layers each and any set of recomputing stages. It cannot run stages of different sizes,
@@ -38,7 +40,14 @@ from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
 
-from parallelism import auto_sharding, pipeline_search, uneven_sharding
+from parallelism import (
+    auto_sharding,
+    helix,
+    perseus,
+    pipeline_search,
+    spindle,
+    uneven_sharding,
+)
 from parallelism.cost_model import MEMORY_FRACTION, Device, Shape, require
 from parallelism.training_plan import (
     RECOMPUTE,
@@ -449,7 +458,10 @@ METHODS = {  # function(args) -> str
     "merak": merak_report,
     **auto_sharding.METHODS,
     **uneven_sharding.METHODS,
+    **helix.METHODS,
+    **spindle.METHODS,
     **pipeline_search.METHODS,
+    **perseus.METHODS,
 }
 
 _JOB = "model device gpus seq batch"

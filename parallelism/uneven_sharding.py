@@ -28,7 +28,6 @@ from typing import NamedTuple
 from parallelism.auto_sharding import (
     choose_shardings,
     layer_graph,
-    load_solver,
     op_transfers,
     operator_seconds,
     reshard_transfers,
@@ -42,6 +41,7 @@ from parallelism.cost_model import (
     load_shape,
     require,
 )
+from parallelism.solvers import IntegerProgram
 from parallelism.training_plan import (
     LOGITS_BYTES,
     RESERVED_BYTES,
@@ -60,19 +60,20 @@ def sharding_ratios(
     program. work[o][g]: seconds of operator o on GPU g alone; all wait for the slowest after each.
     padded: seconds of all collectives per unit of the largest share, as shards are padded to it.
     largest: share that fits the memory of each. (inf, []) if these add up to less than 1."""
-    optimize, np, _ = load_solver()
-    n, m = len(largest), len(work)
-    rows = np.zeros((n * (m + 1), n + m + 1))  # variables: shares, seconds of operators, largest
-    for o, g in product(range(m), range(n)):  # work * share <= seconds of the operator
-        rows[o * n + g, [g, n + o]] = work[o][g], -1
-    for g in range(n):
-        rows[n * m + g, [g, n + m]] = 1, -1
-    got = optimize.linprog(
-        [0.0] * n + [1.0] * m + [padded],
-        A_ub=rows, b_ub=np.zeros(len(rows)), A_eq=[[1.0] * n + [0.0] * (m + 1)], b_eq=[1.0],
-        bounds=[(0, max(0.0, min(1.0, x))) for x in largest] + [(0, None)] * (m + 1),
-    )  # fmt: skip
-    return (got.fun, list(got.x[:n])) if got.x is not None else (math.inf, [])
+    program = IntegerProgram()
+    for g, most in enumerate(largest):
+        program.add(("share", g), most=max(0.0, min(1.0, most)))
+    for o in range(len(work)):
+        program.add(("seconds", o), 1.0)
+    program.add("largest", padded)
+    for (o, row), g in product(enumerate(work), range(len(largest))):
+        program.limit([(("share", g), row[g]), (("seconds", o), -1)], -math.inf, 0)
+    shares = [("share", g) for g in range(len(largest))]
+    for share in shares:
+        program.limit([(share, 1), ("largest", -1)], -math.inf, 0)
+    program.limit([(share, 1) for share in shares], 1, 1)
+    found = program.minimize()
+    return (found.objective, [found.values[s] for s in shares]) if found else (math.inf, [])
 
 
 class Program(NamedTuple):
