@@ -38005,10 +38005,26 @@ def test_diloco_workers_rendezvous_at_an_external_store(tmp_path):
         assert [row[:2] for row in a] == [(0, [0, 1]), (1, [0, 1])]
         assert all(map(torch.equal, a[-1][2], b[-1][2]))
         assert serve.poll() is None
+        with pytest.raises(ValueError, match=f"--serve {at}: .*in use"):
+            DL.serve_store(at)
     finally:
         serve.kill()
     with pytest.raises(ValueError, match=f"no store at {at}.*--serve"):
         DL.open_store(at, 0.2)
+
+
+REFUSED |= {
+    "diloco: a large port": (partial(DL.open_store, "localhost:65536"), "port .*below 65536"),
+    "diloco: no folder": (partial(DL.open_store, f"{os.devnull}/x"), "no store in .*/x: Not a dir"),
+}
+
+
+@pytest.mark.parametrize("address", ["", "x", ":1", "localhost:", "localhost:99999"])
+def test_diloco_serve_rejects_bad_addresses(address, monkeypatch):
+    """One line that names the address, no traceback."""
+    monkeypatch.setattr(sys, "argv", ["diloco.py", "--serve", address])
+    with pytest.raises(SystemExit, match=f"^diloco.py: .*{address}: .*(HOST:PORT|port)[^\n]*$"):
+        DL.main()
 
 
 # ---- train.py ----
