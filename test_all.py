@@ -28824,7 +28824,7 @@ pl_done = on_ranks("pl_done", PL_WORKS, 4, 240, 40, pl_setup)
 SCHED_V = ("zbv", "v-half", "v-min", "dualpipev")
 
 
-# ---- reference implementations from the definitions, without SC.validate and Schedule's methods ----
+# ---- reference implementations from the definitions, without Schedule's methods ----
 
 
 def sched_make(name, p, m, v=None):
@@ -30048,7 +30048,8 @@ def test_planner_enumeration_is_exhaustive(shape, gpus, seq, batch):
         if dp * tp * cp * pp == gpus and tp <= 4 and (cp == 1 or seq // cp >= 2048):
             for micro, zero, schedule, v, recompute in itertools.product(*options):
                 plan = training_plan.Plan(dp, tp, cp, pp, ep, zero, micro, recompute, schedule, v)
-                want |= {plan} if training_plan.find_conflict(shape, plan, seq, batch) is None else set()
+                if training_plan.find_conflict(shape, plan, seq, batch) is None:
+                    want.add(plan)
     got = list(training_plan.plans(shape, device, gpus, seq, batch))
     assert len(got) == len(set(got)) > 100 and set(got) == want
     fixed = dict(tp=2, schedule="1f1b", fp8=True)
@@ -30666,10 +30667,13 @@ def test_planner_program_prints_what_it_predicts(capsys):
     for (_, size, share), (_, x, whole) in zip(got, want, strict=True):
         assert (size, share) == pytest.approx((x, 100 * x / whole), abs=0.051)
     for text in (
-        f"{best.tokens_per_second:,.1f} tokens/s/GPU; MFU {best.mfu:.1%} of bf16's peak, {best.hfu:.1%}",
+        f"{best.tokens_per_second:,.1f} tokens/s/GPU; MFU {best.mfu:.1%} of bf16's peak",
+        f"{best.hfu:.1%} with recomputation (HFU)",
         f"0.161T tokens, {run['flops']:.3g} FLOPs: {run['days']:.1f} days, {run['mwh']:,.0f} MWh",
-        f"failures {run['mtbf_hours']:.1f} h; a checkpoint of {run['checkpoint_bytes'] / 1e12:.3g} TB",
-        f"takes {run['checkpoint_seconds']:.1f} s, best every {run['checkpoint_interval'] / 60:.1f} min",
+        f"failures {run['mtbf_hours']:.1f} h",
+        f"a checkpoint of {run['checkpoint_bytes'] / 1e12:.3g} TB",
+        f"takes {run['checkpoint_seconds']:.1f} s",
+        f"best every {run['checkpoint_interval'] / 60:.1f} min",
         f"goodput {run['goodput']:.1%}",
     ):
         assert text in " ".join(details.split("\n")), text
@@ -31668,9 +31672,10 @@ def test_planner_serving_equals_transformer_inference_arithmetic():
 
 
 def test_planner_serving_equals_how_to_scale_your_model():
-    """Austin et al., part 7: critical batches of TPU v5e (part 4: of experts); LLaMA 2-13B on eight, 8192 keys, by
-    bandwidth alone; a 30B model in int8 on sixteen, 2.5 and 21 ms. Part 8: 160 KiB of int8 KV a
-    token of 70B, and 43 caches of 8192 tokens beside it in bf16 on sixteen chips."""
+    """Austin et al., part 7: critical batches of TPU v5e (part 4: of experts); LLaMA 2-13B on
+    eight, 8192 keys, by bandwidth alone; a 30B model in int8 on sixteen, 2.5 and 21 ms. Part 8: 160
+    KiB of int8 KV a token of 70B, and 43 caches of 8192 tokens beside it in bf16 on sixteen chips.
+    """
     got = [SCOST.critical_batch(SERVING_TPU, dtype) for dtype in ("bf16", "int8", "int4", "fp8")]
     assert got == pytest.approx([240, 120, 60, 240], rel=0.01)
     deepseek = cost_model.SHAPES["deepseek-v3"]
@@ -36365,52 +36370,54 @@ def tp_shards_of(name: str, p: torch.Tensor, config: M.ModelConfig, tp: int) -> 
 
 RECOMPUTE = "--recompute full"
 CHUNKED = "--set loss_chunk=24"
+BY_NODES = "--ep 4 --set ep_node_size=2"
+TENSORWISE = "--fp8 tensorwise --aux-loss 0"
 LAYOUT_CORNERS = f"""
-dp           | biased           |                                         |
-tp           | biased           | --tp 4 {NO_SP}                          | | single_micro=4
-slow sp           | norms tied       | --tp 4                                  | | micro=2
-async        | biased           | --tp 4 --async-tp                       | | micro=4
-ring         | windows          | --cp 4                                  | | micro=2
-ep           | latent           | --ep 2                                  | {Z_LOSS} --set seq_aux_loss=0.1
-slow ep pyramid   | pyramid          | --ep 2                                  | {Z_LOSS} --set seq_aux_loss=0.1
-zero 3       | biased           | --zero 3                                | | batch=8 steps=10
-tp x cp x ep | latent           | --tp 2 --async-tp --cp 2 --ep 2 --zero 3 | {Z_LOSS} | micro=2
-pp           | biased deep      | --pp 4                                  |
-slow zbv          | norms tied deep  | --pp 4 --pp-schedule zbv                | | batch=8
-slow fp32         | biased           | --tp 2 --cp 2 {RECOMPUTE}               | | micro=2 dtype=fp32
-slow hpz          | biased           | --zero 3 --set hpz_size=2               | | batch=8
-slow ep by nodes    | moe tied | --ep 4 --set ep_node_size=2 --set ep_chunks=2 | --aux-loss 0
-slow ep by nodes cp | latent | --cp 2 --ep 4 --set ep_node_size=2 --set ep_chunks=3 |
-slow ep pyramid z3  | pyramid mtp | --ep 4 --set ep_node_size=2 --zero 3 | --aux-loss 0
-slow ep by nodes z3 | latent | --ep 4 --set ep_node_size=2 --zero 3 | {Z_LOSS}
-slow replicas only  | biased | --zero 3 --dp-replicate 4 | | batch=8
-slow sp few tokens  | few-tokens tied | --tp 4 | | micro=4
-slow alibi          | alibi | --tp 4 --async-tp | | micro=2
-slow primer         | primer | --tp 4 --zero 3 | | micro=2
-slow llama          | llama | --tp 4 --async-tp | | micro=2
-slow yarn           | yarn | --tp 2 --cp 2 | | micro=2
-slow dynamic        | dynamic | --tp 4 | | micro=2
-slow aux sp         | moe tied | --tp 4 | --aux-loss 0.3 {Z_LOSS} | micro=2
-slow long           | windows | --cp 4 | | seq=32 micro=4
-slow whole scores   | windows | --cp 2 --set cp_method=ring-self-attention --zero 3 | | micro=2
-slow experts=loop   | latent | --tp 2 --ep 2 --zero 3 | --set experts=loop
-slow chunks         | biased | --tp 2 --zero 3 --recompute sqrt {CHUNKED} | | micro=2
-slow chunks mtp     | latent mtp2 tied | --tp 2 {NO_SP} --ep 2 --zero 2 {CHUNKED} | {Z_LOSS}
-slow fp32 one row   | biased | --tp 2 --cp 2 | | seq=32 dtype=fp32 batch=1
-slow fp32 zero      | norms tied | --zero 3 --dp-replicate 2 | | dtype=fp32 batch=8
-slow fp32 ep        | moe tied | --tp 2 --ep 2 --zero 3 | --aux-loss 0 | dtype=fp32
-slow bf16           | biased | --tp 2 --zero 3 | | batch=8 dtype=bf16
-slow bf16 async     | biased | --tp 2 --async-tp --cp 2 --cp-ulysses 2 | | dtype=bf16
-slow bf16 buckets   | biased | --zero 1 {BUCKETS} | | batch=8 dtype=bf16
-slow bf16 zb        | biased deep | --pp 2 --pp-schedule v-half --zero 2 | | batch=8 dtype=bf16
-slow pp_layers      | biased deep | --pp 2 --cp 2 --pp-schedule interleaved --set pp_layers=1,2,3,2 |
-slow pp_recompute   | norms tied | --pp 2 --set pp_recompute=0 --zero 1 | | batch=8
-slow fp8 tensors | moe tied aligned | --zero 2 --dp-replicate 2 | --fp8 tensorwise --aux-loss 0 | dtype=fp32 single_micro=1
-slow inductor       | biased | --compile --cp 4 --set cp_method=all-gather | | dtype=fp32
-slow tp 8           | norms tied | --tp 8 | | micro=2 ranks=8
-slow cp 8           | windows | --cp 8 --cp-ulysses 2 | | ranks=8 seq=32
-slow ep 4 of 8      | latent | --tp 2 --cp 2 --ep 4 --set ep_node_size=2 --zero 3 | {Z_LOSS} | batch=8 ranks=8
-slow pp 4 of 8      | tied deep | --pp 4 --pp-schedule dualpipe --cp 2 --zero 1 | | batch=8 ranks=8
+dp | biased | |
+tp | biased | --tp 4 {NO_SP} | | single_micro=4
+slow sp | norms tied | --tp 4 | | micro=2
+async | biased | --tp 4 --async-tp | | micro=4
+ring | windows | --cp 4 | | micro=2
+ep | latent | --ep 2 | {Z_LOSS} --set seq_aux_loss=0.1
+slow ep pyramid | pyramid | --ep 2 | {Z_LOSS} --set seq_aux_loss=0.1
+zero 3 | biased | --zero 3 | | batch=8 steps=10
+tp x cp x ep | latent | --tp 2 --async-tp --cp 2 --ep 2 --zero 3 | {Z_LOSS} | micro=2
+pp | biased deep | --pp 4 |
+slow zbv | norms tied deep | --pp 4 --pp-schedule zbv | | batch=8
+slow fp32 | biased | --tp 2 --cp 2 {RECOMPUTE} | | micro=2 dtype=fp32
+slow hpz | biased | --zero 3 --set hpz_size=2 | | batch=8
+slow ep by nodes | moe tied | {BY_NODES} --set ep_chunks=2 | --aux-loss 0
+slow ep by nodes cp | latent | --cp 2 {BY_NODES} --set ep_chunks=3 |
+slow ep pyramid z3 | pyramid mtp | {BY_NODES} --zero 3 | --aux-loss 0
+slow ep by nodes z3 | latent | {BY_NODES} --zero 3 | {Z_LOSS}
+slow replicas only | biased | --zero 3 --dp-replicate 4 | | batch=8
+slow sp few tokens | few-tokens tied | --tp 4 | | micro=4
+slow alibi | alibi | --tp 4 --async-tp | | micro=2
+slow primer | primer | --tp 4 --zero 3 | | micro=2
+slow llama | llama | --tp 4 --async-tp | | micro=2
+slow yarn | yarn | --tp 2 --cp 2 | | micro=2
+slow dynamic | dynamic | --tp 4 | | micro=2
+slow aux sp | moe tied | --tp 4 | --aux-loss 0.3 {Z_LOSS} | micro=2
+slow long | windows | --cp 4 | | seq=32 micro=4
+slow whole scores | windows | --cp 2 --set cp_method=ring-self-attention --zero 3 | | micro=2
+slow experts=loop | latent | --tp 2 --ep 2 --zero 3 | --set experts=loop
+slow chunks | biased | --tp 2 --zero 3 --recompute sqrt {CHUNKED} | | micro=2
+slow chunks mtp | latent mtp2 tied | --tp 2 {NO_SP} --ep 2 --zero 2 {CHUNKED} | {Z_LOSS}
+slow fp32 one row | biased | --tp 2 --cp 2 | | seq=32 dtype=fp32 batch=1
+slow fp32 zero | norms tied | --zero 3 --dp-replicate 2 | | dtype=fp32 batch=8
+slow fp32 ep | moe tied | --tp 2 --ep 2 --zero 3 | --aux-loss 0 | dtype=fp32
+slow bf16 | biased | --tp 2 --zero 3 | | batch=8 dtype=bf16
+slow bf16 async | biased | --tp 2 --async-tp --cp 2 --cp-ulysses 2 | | dtype=bf16
+slow bf16 buckets | biased | --zero 1 {BUCKETS} | | batch=8 dtype=bf16
+slow bf16 zb | biased deep | --pp 2 --pp-schedule v-half --zero 2 | | batch=8 dtype=bf16
+slow pp_layers | biased deep | --pp 2 --cp 2 --pp-schedule interleaved --set pp_layers=1,2,3,2 |
+slow pp_recompute | norms tied | --pp 2 --set pp_recompute=0 --zero 1 | | batch=8
+slow fp8 | moe tied aligned | --zero 2 --dp-replicate 2 | {TENSORWISE} | dtype=fp32 single_micro=1
+slow inductor | biased | --compile --cp 4 --set cp_method=all-gather | | dtype=fp32
+slow tp 8 | norms tied | --tp 8 | | micro=2 ranks=8
+slow cp 8 | windows | --cp 8 --cp-ulysses 2 | | ranks=8 seq=32
+slow ep 4 of 8 | latent | --tp 2 --cp 2 {BY_NODES} --zero 3 | {Z_LOSS} | batch=8 ranks=8
+slow pp 4 of 8 | tied deep | --pp 4 --pp-schedule dualpipe --cp 2 --zero 1 | | batch=8 ranks=8
 """
 
 
@@ -36543,7 +36550,8 @@ def layout_case(features: frozenset, turns: Counter) -> LayoutCase:
         (run if feature in RUN_FEATURES else flags).append(chosen)
         turns[feature] += 1
     dp, pp, moe = sizes["dp"], sizes["pp"], "experts" in features
-    deep, aligned = pp > 1 and not fp8, bool(features & {"FP8", "QAT"})
+    compiled = "compile" in features  # each block is
+    deep, aligned = pp > 1 and not (fp8 or compiled), bool(features & {"FP8", "QAT"})
     kinds = ["moe", "latent"] if moe else ["biased", "norms", "windows"][: 3 - deep]
     kinds = kinds if not aligned else ["moe" if moe else "plain"]
     words = [kinds[turns.total() % len(kinds)], *(w for w in ("MTP", "tied") if w in features)]
@@ -36556,7 +36564,8 @@ def layout_case(features: frozenset, turns: Counter) -> LayoutCase:
         micro=1 if dp > 1 or pp > 1 or fp8 else 2,
         single_micro=1 if fp8 else 2,
         ranks=sizes["ranks"],
-        dtype="fp32" if features & {"FP8", "compile"} else "fp64",
+        dtype="fp32" if fp8 or compiled else "fp64",
+        steps=1,  # and a validation with the new weights; LAYOUT_CORNERS have two or more
         tolerance=None if is_exact(features) else 0.25,
         compiler="aot_eager",  # inductor takes a minute
     )
@@ -38079,10 +38088,26 @@ def test_diloco_workers_rendezvous_at_an_external_store(tmp_path):
         assert [row[:2] for row in a] == [(0, [0, 1]), (1, [0, 1])]
         assert all(map(torch.equal, a[-1][2], b[-1][2]))
         assert serve.poll() is None
+        with pytest.raises(ValueError, match=f"--serve {at}: .*in use"):
+            DL.serve_store(at)
     finally:
         serve.kill()
     with pytest.raises(ValueError, match=f"no store at {at}.*--serve"):
         DL.open_store(at, 0.2)
+
+
+REFUSED |= {
+    "diloco: a large port": (partial(DL.open_store, "localhost:65536"), "port .*below 65536"),
+    "diloco: no folder": (partial(DL.open_store, f"{os.devnull}/x"), "no store in .*/x: Not a dir"),
+}
+
+
+@pytest.mark.parametrize("address", ["", "x", ":1", "localhost:", "localhost:99999"])
+def test_diloco_serve_rejects_bad_addresses(address, monkeypatch):
+    """One line that names the address, no traceback."""
+    monkeypatch.setattr(sys, "argv", ["diloco.py", "--serve", address])
+    with pytest.raises(SystemExit, match=f"^diloco.py: .*{address}: .*(HOST:PORT|port)[^\n]*$"):
+        DL.main()
 
 
 # ---- train.py ----

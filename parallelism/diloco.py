@@ -226,26 +226,40 @@ class DiLoCo:
 # --------------------------------------------------------------------------------------------------
 
 
+def _host_and_port(address: str) -> tuple[str, int] | None:
+    """The parts of HOST:PORT; None for the name of a folder."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        return None
+    _check(int(port) < 2**16, f"{address}: the port must be below 65536")
+    return host, int(port)
+
+
 def open_store(address: str, timeout: float = 60.0) -> dist.Store:
     """The store at HOST:PORT, served by `python parallelism/diloco.py --serve`, or in a folder."""
-    host, _, port = address.rpartition(":")
-    if host and port.isdigit():
+    if at := _host_and_port(address):
         limit = timedelta(seconds=timeout)
         try:
-            return dist.TCPStore(host, int(port), timeout=limit, wait_for_workers=False)
+            return dist.TCPStore(*at, timeout=limit, wait_for_workers=False)
         except RuntimeError:
             command = f"python parallelism/diloco.py --serve {address}"
             raise ValueError(f"no store at {address}: start {command}") from None
-    Path(address).mkdir(parents=True, exist_ok=True)
+    try:
+        Path(address).mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ValueError(f"no store in {address}: {e.strerror}; name a folder") from None
     return dist.FileStore(str(Path(address) / "store"))
 
 
 def serve_store(address: str) -> None:
     """Serve a store at HOST:PORT until killed."""
-    host, _, port = address.rpartition(":")
-    _check(bool(host) and port.isdigit(), f"--serve {address}: must be HOST:PORT")
-    store = dist.TCPStore(host, int(port), is_master=True, wait_for_workers=False)
-    print(f"serving a store at {host}:{store.port}", flush=True)
+    at = _host_and_port(address)
+    _check(at is not None, f"--serve {address}: must be HOST:PORT")
+    try:
+        store = dist.TCPStore(*at, is_master=True, wait_for_workers=False)
+    except RuntimeError:
+        raise ValueError(f"--serve {address}: not an address of this machine, or in use") from None
+    print(f"serving a store at {at[0]}:{store.port}", flush=True)
     threading.Event().wait()
 
 
@@ -447,7 +461,10 @@ def main() -> None:
     from torch.utils.benchmark import Timer  # here: its import takes 0.12 s
 
     if sys.argv[1:2] == ["--serve"]:
-        return serve_store(" ".join(sys.argv[2:]))
+        try:
+            return serve_store(" ".join(sys.argv[2:]))
+        except ValueError as e:
+            sys.exit(f"diloco.py: {e}")
     if "RANK" not in os.environ:
         sys.exit("run: torchrun --standalone --nproc-per-node 2 parallelism/diloco.py")
     gpu = torch.cuda.is_available()
