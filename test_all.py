@@ -36379,7 +36379,6 @@ slow sp | norms tied | --tp 4 | | micro=2
 async | biased | --tp 4 --async-tp | | micro=4
 ring | windows | --cp 4 | | micro=2
 ep | latent | --ep 2 | {Z_LOSS} --set seq_aux_loss=0.1
-slow ep pyramid | pyramid | --ep 2 | {Z_LOSS} --set seq_aux_loss=0.1
 zero 3 | biased | --zero 3 | | batch=8 steps=10
 tp x cp x ep | latent | --tp 2 --async-tp --cp 2 --ep 2 --zero 3 | {Z_LOSS} | micro=2
 pp | biased deep | --pp 4 |
@@ -36394,8 +36393,6 @@ slow replicas only | biased | --zero 3 --dp-replicate 4 | | batch=8
 slow sp few tokens | few-tokens tied | --tp 4 | | micro=4
 slow alibi | alibi | --tp 4 --async-tp | | micro=2
 slow primer | primer | --tp 4 --zero 3 | | micro=2
-slow llama | llama | --tp 4 --async-tp | | micro=2
-slow yarn | yarn | --tp 2 --cp 2 | | micro=2
 slow dynamic | dynamic | --tp 4 | | micro=2
 slow aux sp | moe tied | --tp 4 | --aux-loss 0.3 {Z_LOSS} | micro=2
 slow long | windows | --cp 4 | | seq=32 micro=4
@@ -36403,19 +36400,14 @@ slow whole scores | windows | --cp 2 --set cp_method=ring-self-attention --zero 
 slow experts=loop | latent | --tp 2 --ep 2 --zero 3 | --set experts=loop
 slow chunks | biased | --tp 2 --zero 3 --recompute sqrt {CHUNKED} | | micro=2
 slow chunks mtp | latent mtp2 tied | --tp 2 {NO_SP} --ep 2 --zero 2 {CHUNKED} | {Z_LOSS}
-slow fp32 one row | biased | --tp 2 --cp 2 | | seq=32 dtype=fp32 batch=1
-slow fp32 zero | norms tied | --zero 3 --dp-replicate 2 | | dtype=fp32 batch=8
 slow fp32 ep | moe tied | --tp 2 --ep 2 --zero 3 | --aux-loss 0 | dtype=fp32
 slow bf16 | biased | --tp 2 --zero 3 | | batch=8 dtype=bf16
 slow bf16 async | biased | --tp 2 --async-tp --cp 2 --cp-ulysses 2 | | dtype=bf16
 slow bf16 buckets | biased | --zero 1 {BUCKETS} | | batch=8 dtype=bf16
-slow bf16 zb | biased deep | --pp 2 --pp-schedule v-half --zero 2 | | batch=8 dtype=bf16
 slow pp_layers | biased deep | --pp 2 --cp 2 --pp-schedule interleaved --set pp_layers=1,2,3,2 |
 slow pp_recompute | norms tied | --pp 2 --set pp_recompute=0 --zero 1 | | batch=8
 slow fp8 | moe tied aligned | --zero 2 --dp-replicate 2 | {TENSORWISE} | dtype=fp32 single_micro=1
 slow inductor | biased | --compile --cp 4 --set cp_method=all-gather | | dtype=fp32
-slow tp 8 | norms tied | --tp 8 | | micro=2 ranks=8
-slow cp 8 | windows | --cp 8 --cp-ulysses 2 | | ranks=8 seq=32
 slow ep 4 of 8 | latent | --tp 2 --cp 2 {BY_NODES} --zero 3 | {Z_LOSS} | batch=8 ranks=8
 slow pp 4 of 8 | tied deep | --pp 4 --pp-schedule dualpipe --cp 2 --zero 1 | | batch=8 ranks=8
 """
@@ -36641,11 +36633,9 @@ def lost_case(rank: int, case: LayoutCase, folder: Path) -> dict:
 
 LOST = f"""
 slow tp          | single biased | --tp 2 {NO_SP} --cp 2 | | micro=4
-slow hsdp        | single biased | --zero 2 --dp-replicate 2 |
 slow async, zero | single biased | --tp 2 --async-tp --cp 2 --cp-ulysses 2 --zero 3 | | micro=4
 slow all-gather  | single biased | --tp 2 --cp 2 --set cp_method=all-gather | | micro=4
 slow sp          | single biased | --tp 2 --zero 1 |
-slow async       | single biased | --tp 4 --async-tp | | micro=4
 slow zero        | biased        | --zero 3 | | batch=8
 slow 2D          | single biased | --cp 4 --cp-ulysses 2 | | micro=4
 """
