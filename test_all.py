@@ -34906,6 +34906,7 @@ TRAIN_BAD = {  # flags -> words of the error, separated by "|"
     "--resume --out {lora-jobs} --lora-jobs {bad}": "--lora-jobs|jobs.jsonl",
     "--set beta=1": "--task dpo",
     "--task dpo --init {plain} --data {pairs} --batch-size 5": "--batch-size 5",
+    "--task dpo --init {plain} --data {pairs} --micro-batch-size 3": "--micro-batch-size 3",
     "--task grpo --init {plain} --data {prompts} --batch-size 4": "--batch-size 4",
     "--task grpo --init {plain} --data {prompts} --zero 1": "--zero",
     "--task grpo --init {plain} --data {prompts} --set num_generations=1": "num_generations|not 1",
