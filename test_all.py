@@ -32902,6 +32902,7 @@ batch                           |                       | --set kv_layout=virtua
 program                         |                                       | --max-num-seqs 1  |
 greedy interactive              |                                       | --tp 1 --pp 1     |
 greedy samples interactive batch |                                      | --kv-store {kv}   |
+greedy interactive              | --checkpoint {windowed}               | --kv-store {kv}   |
 slow greedy batch               | --checkpoint {moe}                    | --kv-store {kv}   |
 slow greedy batch               | --speculate ngram                     | --kv-store {kv}   |
 slow greedy samples                  |                                       | --early-exit 6:6  |
