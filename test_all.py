@@ -32966,6 +32966,9 @@ BAD_GENERATE = f"""
 -                                           | prompt is empty
 --program=                                  | --program no such file
 --serve=                                    | --serve [HOST:]PORT
+x --save=                                   | --save an empty path
+x --perplexity=                             | --perplexity an empty path
+x --set plot=                               | --set plot an empty path
 --dummy= --prompt-tokens 4                  | --dummy config.json
 x --speculate draft --draft-model=          | --draft-model config.json
 x --n 9223372036854775808                   | --n less than 2**63

@@ -24,7 +24,16 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-TYPES = {"int": int, "float": float, "str": str, "Path": Path}  # by the first word of annotations
+
+def parse_path(text: str) -> Path:
+    """A path; not "", which Path takes for the current folder. ArgumentTypeError."""
+    if not text:
+        raise argparse.ArgumentTypeError("an empty path; give a file or a folder")
+    return Path(text)
+
+
+# by the first word of annotations
+TYPES = {"int": int, "float": float, "str": str, "Path": parse_path}
 
 
 def flag(default: Any, text: str, limit: str = "", **options: Any) -> Any:
@@ -132,6 +141,8 @@ def _convert(f: Any, text: str) -> Any:
         raise ValueError(f"--set {f.name}={text}: choose from {', '.join(choices)}")
     try:
         return text == "true" if f.type == "bool" else TYPES[f.type.split()[0]](text)
+    except argparse.ArgumentTypeError as e:
+        raise ValueError(f"--set {f.name}: {e}") from None
     except ValueError:
         raise ValueError(f"--set {f.name}={text}: not a number") from None
 
