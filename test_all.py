@@ -20487,7 +20487,7 @@ def test_gguf_damaged_files_are_refused(tmp_path, capsys):
 
     assert not refused(data)
     assert refused(data[:4] + b"\1" + data[5:])  # version 1
-    assert refused(data.replace(b"llama.block_count", b"llama.block\ncount"))
+    assert refused(data.replace(b"head_count_kv", b"head\ncount_kv"))
     infos = data.index(b"token_embd.weight") - 8
     for n in [*range(32), *rng.sample(range(end), 20), *rng.sample(range(end, len(data) - 32), 5)]:
         assert refused(data[:n]), n
@@ -20550,7 +20550,8 @@ def test_gguf_metadata_of_converters(tmp_path):
     read = lambda meta: M.ModelConfig.from_hf(GGUF.read_config(header.path, meta, names, None))
     assert read(meta | GGUF_NEUTRAL) == read(meta)
     assert GT.read(header.path, meta | GGUF_NEUTRAL) == GT.read(header.path, meta)
-    assert json.loads(GT.read(header.path, meta)["tokenizer_config.json"])["add_bos_token"]
+    config = json.loads(GT.read(header.path, meta)["tokenizer_config.json"])
+    assert config["add_bos_token"] and config["add_space_prefix"] and not config["add_eos_token"]
     scaling = read(meta | {"llama.rope.scaling.factor": 2.0}).rope_scaling
     assert scaling == {"rope_type": "linear", "factor": 2.0}  # llama.cpp's default type
     meta["tokenizer.ggml.tokens"][270:272] = ["<|eom_id|>", "<|eot_id|>"]
