@@ -5815,6 +5815,15 @@ def test_engine_sliding_window_reuses_blocks(seed):
         assert [s.token_ids for s in outputs[id].samples] == [want] * len(outputs[id].samples)
 
 
+def test_engine_absorbs_latent_attention(monkeypatch):
+    """No prompt's latents are expanded to heads; the tokens are those of the expanded form."""
+    model, prompt = paged_model("expanded"), paged_prompt(20, 1)
+    want = paged_greedy(model, [prompt], [5])
+    monkeypatch.setattr(M.LatentAttention, "expand", None)
+    (output,) = paged_engine(model).generate([prompt], greedy(5))
+    assert [output.token_ids] == want
+
+
 @pytest.mark.parametrize("windows", [(None, 7, 7), (7, None, 5)], ids=["qwen2", "gemma"])
 def test_engine_mixed_windows_keep_constant_memory(windows):
     """Some layers windowed: their bytes are those of the windows, in any pool and after any number
@@ -18724,6 +18733,9 @@ def test_colocation_one_pool_beats_static_halves():
     steps = [(512, 512), (488, 1000), (1, 1001), (1, 1002)]
     cost = [max(llm.token * n, llm.weights + llm.key * keys) for n, keys in steps]
     assert CO.serve_with("pool", 1400, [request]) == pytest.approx([sum(cost)])
+    long, short = CO.serve_with("pool", 1400, [CO.Request(0, 0, 5120, 1), CO.Request(0, 1, 512, 1)])
+    assert short < long / 3, "the prompts of two LLMs run in turn"
+    assert short < 1.2 * 512 * CO.LLMS[1].token, "and share the budget of a step"
     with pytest.raises(ValueError, match="request 0 needs 126 blocks, LLM 0 has at most 50"):
         CO.serve_with("static", 100, [request])
 
