@@ -600,16 +600,17 @@ class Scheduler:
         its tokens and its reservation, and for each running sequence what is left of its own, at
         least one more."""
         hits, refs = set(self.cached_prefix(seq)), self.allocator.refs
-        used = Counter(block for s in without for block in s.block_table + s.adapter_blocks)
-        needed = 0 if seq.adapter is None else seq.adapter.num_blocks
-        hits.update(() if seq.adapter is None else seq.adapter.resident())
-        freed = sum(refs[block] == n for block, n in used.items() if block not in hits)
+        needed = self._reserved_blocks(seq)
+        if seq.adapter is not None:
+            hits.update(seq.adapter.resident())
+            needed += seq.adapter.num_blocks
         running = set(self.running).difference(without)
+        needed += sum(max(1, self._reserved_blocks(s) - len(s.block_table)) for s in running)
+        used = Counter(block for s in without for block in s.block_table + s.adapter_blocks)
+        freed = sum(refs[block] == n for block, n in used.items() if block not in hits)
         available = self.allocator.n_free - sum(refs[block] == 0 for block in hits) + freed
-        more = sum(max(1, self._reserved_blocks(s) - len(s.block_table)) for s in running)
-        needed += self._reserved_blocks(seq) - len(hits) + more
         num_seqs = sum(s.n_unforked for s in running) + seq.n_unforked
-        return needed <= available and num_seqs <= self.max_num_seqs
+        return needed - len(hits) <= available and num_seqs <= self.max_num_seqs
 
     def _reserved_blocks(self, seq: Sequence) -> int:
         """Blocks of its tokens and its reservation."""
