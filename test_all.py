@@ -3485,8 +3485,6 @@ def test_attention_fp8_error():
 
     assert 0.02 < fp8_error(1.0) < 0.065 and 0.02 < fp8_error(1.0, causal=False) < 0.065
     assert fp8_error(8.0) < 0.5 * fp8_error(8.0, hadamard=False)
-    q, k, v = qkv(3, 0, 1)
-    assert not A.flash_attention_fp8(q, k, v).any()  # no keys
     for D in (1, 2, 16, 128):  # orthonormal, with entries of one magnitude
         h = A.hadamard_matrix(D).double().cpu()
         close(h @ h.T, torch.eye(D).double(), 1e-6)
@@ -3558,6 +3556,7 @@ def test_attention_fp8_blocks_have_their_own_scales(monkeypatch):
     got = A.flash_attention_fp8(*states, causal=False)
     monkeypatch.setattr(A, "_can_use_triton", lambda *_, **__: False)
     assert relative(got, A.flash_attention_fp8(*states, causal=False)) < 0.03
+    assert not A.flash_attention_fp8(*qkv(3, 0, 1)).any()  # no keys
 
 
 # --------------------------------------------------------------------------------------------------
@@ -3732,7 +3731,7 @@ VISIT, OTHER = torch.ones(1, 1, dtype=torch.bool, device=DEVICE), DTYPES[1]
 DENSE_BAD = dict(  # argument -> bad values; the message names it
     v=[normal(2, 9, 1, 16), normal(2, 8, 2, 16), normal(2, 9, 2, 16, dtype=OTHER)],
     k=[normal(2, 9, 2, 24), normal(2, 9, 2, 16, dtype=OTHER)],
-    q=[normal(2, 7, 4, 16).long(), normal(2, 7, 3, 16), normal(2, 7, 4, 0)],
+    q=[normal(2, 7, 4, 16).long(), normal(2, 7, 3, 16)],
     window=[0, -3, 5.0],
     scale=[0.0, -1.0, math.nan],
     softcap=[0.0, -5.0, INF],
@@ -3779,6 +3778,7 @@ REFUSED |= {
     for what, changes, word in (
         ("another batch", dict(k=normal(1, 9, 2, 16), v=normal(1, 9, 2, 16)), "k"),
         ("integers", {name: DENSE[name].long() for name in "qkv"}, "q"),
+        ("no head dim", dict(q=normal(2, 7, 4, 0), k=normal(2, 9, 2, 0)), "head dim"),
         ("8 bit floats", {name: DENSE[name].to(E4M3) for name in "qkv"}, "q"),
         ("packed without cu_seqlens", {name: PACKED[name] for name in "qkv"}, "q"),
         ("cu_seqlens without packed", dict(cu_seqlens_q=int32(0, 7)), "q"),
@@ -8946,7 +8946,7 @@ def moe_call(backend="auto", **changes):
 
 
 MOE_SHAPES_REFUSED = {
-    "x": [(16,), (2, 3, 16), (6, 15), (7, 16), (6, 0)],
+    "x": [(16,), (2, 3, 16), (6, 15), (7, 16)],
     "weights": [(6, 1), (6,)],
     "ids": [(5, 2), (6,), (6, 0)],
     "w_gate_up": [(3, 15, 16), (3, 16, 15), (16, 16), (0, 16, 16)],
@@ -8957,6 +8957,8 @@ for name, shapes in MOE_SHAPES_REFUSED.items():
         wrong = torch.zeros(shape, dtype=torch.long if name == "ids" else torch.float32)
         words = r"\b(x|ids|w_gate_up)\b" if name == "x" else rf"\b{name}\b"
         REFUSED[f"moe: {name} {shape}"] = partial(moe_call, **{name: wrong}), words
+MOE_EMPTY = {name: torch.zeros(n) for name, n in zip(MOE_LEAVES[::2], [(6, 0), (3, 16, 0)])}
+REFUSED["moe: no columns"] = partial(moe_call, **MOE_EMPTY, w_down=torch.zeros(3, 0, 8)), "x"
 MOE_SHORT = dict(weights=torch.zeros(5, 2), ids=torch.zeros(5, 2, dtype=torch.long))
 REFUSED["moe: weights and ids of 5 tokens"] = partial(moe_call, **MOE_SHORT), r"\bids\b"
 for n, backend in ((3, "auto"), (-2, "torch"), (-(2**40), "triton")):
