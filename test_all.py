@@ -8957,8 +8957,8 @@ for name, shapes in MOE_SHAPES_REFUSED.items():
         wrong = torch.zeros(shape, dtype=torch.long if name == "ids" else torch.float32)
         words = r"\b(x|ids|w_gate_up)\b" if name == "x" else rf"\b{name}\b"
         REFUSED[f"moe: {name} {shape}"] = partial(moe_call, **{name: wrong}), words
-MOE_EMPTY = {name: torch.zeros(n) for name, n in zip(MOE_LEAVES[::2], [(6, 0), (3, 16, 0)])}
-REFUSED["moe: no columns"] = partial(moe_call, **MOE_EMPTY, w_down=torch.zeros(3, 0, 8)), "x"
+MOE_EMPTY = dict(w_gate_up=torch.zeros(3, 16, 0), w_down=torch.zeros(3, 0, 8))
+REFUSED["moe: no columns"] = partial(moe_call, x=torch.zeros(6, 0), **MOE_EMPTY), r"\bx\b"
 MOE_SHORT = dict(weights=torch.zeros(5, 2), ids=torch.zeros(5, 2, dtype=torch.long))
 REFUSED["moe: weights and ids of 5 tokens"] = partial(moe_call, **MOE_SHORT), r"\bids\b"
 for n, backend in ((3, "auto"), (-2, "torch"), (-(2**40), "triton")):
