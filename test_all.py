@@ -3142,7 +3142,7 @@ CORNERS = dict(  # that random sampling rarely hits
     bias_per_key=dict(sizes=[(37, 37)] * 2, bias=[True, False, False, True]),
     bias_of_one_number=dict(bias=[False], seed=3),
     tiles_per_head=dict(block=16, block_per_head=True, causal=False),
-    tiles_hide_rows=dict(block=16, sizes=[(53, 20)], causal=False),
+    tiles_hide_rows=dict(block=16, sizes=[(53, 20)], causal=False, dtype=DTYPES[1]),
     everything=dict(BUSY, bias=[True, True, True], block=16, layout="every_other"),
     packed_everything=dict(BUSY, bias=[True, True, True], packed=True, pad=5, layout="fused"),
     packed_ragged=dict(
