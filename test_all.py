@@ -1175,6 +1175,22 @@ def test_model_is_causal_and_sees_relative_positions():
     assert (model(tokens, torch.where(t < 12, t, t + 5)) - logits).abs().max() > 1e-3
 
 
+def test_model_gqa_equals_mha_with_repeated_heads():
+    """Grouped-query attention == multi-head attention with repeated heads, in a third of the
+    cache."""
+    config, mha = tiny(n_heads=6, n_kv_heads=2), tiny(n_heads=6, n_kv_heads=6)
+    grouped, full, tokens = random_model(config), random_model(mha), random_tokens(config, 2, 17)
+    state = grouped.state_dict()
+    for name in state:
+        if "k_proj" in name or "v_proj" in name:
+            heads = state[name].view(2, config.head_dim, -1)
+            state[name] = heads.repeat_interleave(3, 0).reshape(-1, heads.shape[-1])
+    full.load_state_dict(state)
+    close(grouped(tokens), full(tokens), 1e-5)
+    numbers = [sum(t.numel() for t in M.KVCache(c, 1, 8).k) for c in (config, mha)]
+    assert 3 * numbers[0] == numbers[1]
+
+
 def test_model_rope_is_complex_multiplication():
     """apply_rope == multiplying x_i + j x_{i+D/2} by exp(j * position * theta ** (-2i/D))."""
     config = tiny(rope_theta=500.0)
