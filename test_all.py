@@ -1181,6 +1181,22 @@ def test_model_is_causal_and_sees_relative_positions():
     assert (model(tokens, torch.where(t < 12, t, t + 5)) - logits).abs().max() > 1e-3
 
 
+def test_model_gqa_equals_mha_with_repeated_heads():
+    """Grouped-query attention == multi-head attention with repeated heads, in a third of the
+    cache."""
+    config, mha = tiny(n_heads=6, n_kv_heads=2), tiny(n_heads=6, n_kv_heads=6)
+    grouped, full, tokens = random_model(config), random_model(mha), random_tokens(config, 2, 17)
+    state = grouped.state_dict()
+    for name in state:
+        if "k_proj" in name or "v_proj" in name:
+            heads = state[name].view(2, config.head_dim, -1)
+            state[name] = heads.repeat_interleave(3, 0).reshape(-1, heads.shape[-1])
+    full.load_state_dict(state)
+    close(grouped(tokens), full(tokens), 1e-5)
+    numbers = [sum(t.numel() for t in M.KVCache(c, 1, 8).k) for c in (config, mha)]
+    assert 3 * numbers[0] == numbers[1]
+
+
 def test_model_rope_is_complex_multiplication():
     """apply_rope == multiplying x_i + j x_{i+D/2} by exp(j * position * theta ** (-2i/D))."""
     config = tiny(rope_theta=500.0)
@@ -3175,7 +3191,7 @@ CORNERS = dict(  # that random sampling rarely hits
     bias_per_key=dict(sizes=[(37, 37)] * 2, bias=[True, False, False, True]),
     bias_of_one_number=dict(bias=[False], seed=3),
     tiles_per_head=dict(block=16, block_per_head=True, causal=False),
-    tiles_hide_rows=dict(block=16, sizes=[(53, 20)], causal=False),
+    tiles_hide_rows=dict(block=16, sizes=[(53, 20)], causal=False, dtype=DTYPES[1]),
     everything=dict(BUSY, bias=[True, True, True], block=16, layout="every_other"),
     packed_everything=dict(BUSY, bias=[True, True, True], packed=True, pad=5, layout="fused"),
     packed_ragged=dict(
@@ -3518,8 +3534,6 @@ def test_attention_fp8_error():
 
     assert 0.02 < fp8_error(1.0) < 0.065 and 0.02 < fp8_error(1.0, causal=False) < 0.065
     assert fp8_error(8.0) < 0.5 * fp8_error(8.0, hadamard=False)
-    q, k, v = qkv(3, 0, 1)
-    assert not A.flash_attention_fp8(q, k, v).any()  # no keys
     for D in (1, 2, 16, 128):  # orthonormal, with entries of one magnitude
         h = A.hadamard_matrix(D).double().cpu()
         close(h @ h.T, torch.eye(D).double(), 1e-6)
@@ -3591,6 +3605,7 @@ def test_attention_fp8_blocks_have_their_own_scales(monkeypatch):
     got = A.flash_attention_fp8(*states, causal=False)
     monkeypatch.setattr(A, "_can_use_triton", lambda *_, **__: False)
     assert relative(got, A.flash_attention_fp8(*states, causal=False)) < 0.03
+    assert not A.flash_attention_fp8(*qkv(3, 0, 1)).any()  # no keys
 
 
 # --------------------------------------------------------------------------------------------------
@@ -3765,7 +3780,7 @@ VISIT, OTHER = torch.ones(1, 1, dtype=torch.bool, device=DEVICE), DTYPES[1]
 DENSE_BAD = dict(  # argument -> bad values; the message names it
     v=[normal(2, 9, 1, 16), normal(2, 8, 2, 16), normal(2, 9, 2, 16, dtype=OTHER)],
     k=[normal(2, 9, 2, 24), normal(2, 9, 2, 16, dtype=OTHER)],
-    q=[normal(2, 7, 4, 16).long(), normal(2, 7, 3, 16), normal(2, 7, 4, 0)],
+    q=[normal(2, 7, 4, 16).long(), normal(2, 7, 3, 16)],
     window=[0, -3, 5.0],
     scale=[0.0, -1.0, math.nan],
     softcap=[0.0, -5.0, INF],
@@ -3812,6 +3827,7 @@ REFUSED |= {
     for what, changes, word in (
         ("another batch", dict(k=normal(1, 9, 2, 16), v=normal(1, 9, 2, 16)), "k"),
         ("integers", {name: DENSE[name].long() for name in "qkv"}, "q"),
+        ("no head dim", dict(q=normal(2, 7, 4, 0), k=normal(2, 9, 2, 0)), "head dim"),
         ("8 bit floats", {name: DENSE[name].to(E4M3) for name in "qkv"}, "q"),
         ("packed without cu_seqlens", {name: PACKED[name] for name in "qkv"}, "q"),
         ("cu_seqlens without packed", dict(cu_seqlens_q=int32(0, 7)), "q"),
@@ -8939,7 +8955,7 @@ def moe_call(backend="auto", **changes):
 
 
 MOE_SHAPES_REFUSED = {
-    "x": [(16,), (2, 3, 16), (6, 15), (7, 16), (6, 0)],
+    "x": [(16,), (2, 3, 16), (6, 15), (7, 16)],
     "weights": [(6, 1), (6,)],
     "ids": [(5, 2), (6,), (6, 0)],
     "w_gate_up": [(3, 15, 16), (3, 16, 15), (16, 16), (0, 16, 16)],
@@ -8950,6 +8966,8 @@ for name, shapes in MOE_SHAPES_REFUSED.items():
         wrong = torch.zeros(shape, dtype=torch.long if name == "ids" else torch.float32)
         words = r"\b(x|ids|w_gate_up)\b" if name == "x" else rf"\b{name}\b"
         REFUSED[f"moe: {name} {shape}"] = partial(moe_call, **{name: wrong}), words
+MOE_EMPTY = dict(w_gate_up=torch.zeros(3, 16, 0), w_down=torch.zeros(3, 0, 8))
+REFUSED["moe: no columns"] = partial(moe_call, x=torch.zeros(6, 0), **MOE_EMPTY), r"\bx\b"
 MOE_SHORT = dict(weights=torch.zeros(5, 2), ids=torch.zeros(5, 2, dtype=torch.long))
 REFUSED["moe: weights and ids of 5 tokens"] = partial(moe_call, **MOE_SHORT), r"\bids\b"
 for n, backend in ((3, "auto"), (-2, "torch"), (-(2**40), "triton")):
