@@ -15394,6 +15394,13 @@ def test_variants_invariants_on_random_traces(name):
         assert name == "infaas" or result.rented <= workers * (end + 9)
 
 
+def test_variants_simultaneous_arrivals_are_one_batch():
+    """The next batch is chosen when all that happens at a time has happened."""
+    queries = [VS.Query(1.0, i, 0.0) for i in range(3)]
+    result = VS.simulate(queries, variants_table("small"), VA.POLICIES["edf"], 1)
+    assert [start for _, _, start, _ in result.served] == [0.0] * 3
+
+
 def test_variants_infaas_beats_fixed_variants():
     """Bursts with mixed accuracy floors: more queries met than by any fixed variant, and cheaper
     than the fixed variant that satisfies all floors, in busy and in rented seconds; the latter also
