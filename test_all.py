@@ -16030,6 +16030,15 @@ def test_server_client_that_leaves_is_aborted(stream):
         assert other.result().json()["usage"]["completion_tokens"] == 60
 
 
+def test_server_runs_no_prompt_of_an_invalid_call():
+    """Of two prompts, the first of which is valid: its blocks are free at once."""
+    with http_tiny() as (server, url):
+        http_slow(server, 0.05)
+        got = http_post(url, "/v1/completions", HTTP_LONG | dict(prompt=[[5, 6], [99999]]))
+        assert got.status_code == 400 and "99999" in got.text
+        wait_until(lambda: not server.engine.engine.unfinished, 1.0)
+
+
 HTTP_BROKEN = [(2, True, None), (1, False, None), (2, True, 4)]
 
 
