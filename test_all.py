@@ -5806,7 +5806,6 @@ def test_paged_kernel_compiles_for_gpus(arch, cases, tmp_path):
     code = COMPILE.replace("import attention as A\n", imports)
     code = code.replace("busy = dict", PAGED_COMPILE + "\nunused = dict", 1)
     code = code.replace("busy |= dict(bias", "unused |= dict(bias")
-    code = code.replace("    eval(case)", "    exec(case)")
     printed = compile_kernels(code, tmp_path, arch, *cases, *again)
     assert printed.strip() == str(["_combine_kernel", "_paged_kernel"])
     assert min(load_buffers(tmp_path, "_paged_kernel")) >= 2
@@ -19730,7 +19729,6 @@ def test_sparse_kernel_compiles_for_gpus(arch, tmp_path):
     imports = "import attention as A\nfrom quantization import sparse as Z\n"
     code = COMPILE.replace("import attention as A\n", imports)
     code = code.replace("busy = dict", SPARSE_COMPILE + "\nbusy = dict", 1)
-    code = code.replace("    eval(case)", "    exec(case)")
     cases = *SPARSE_CASES, *again, "gemv(3, 8, N=37, K=5 * 8)"
     lines = compile_kernels(code, tmp_path, arch, *cases).splitlines()
     assert len(lines) == len(SPARSE_CASES) + 3 and lines[-1] == str(["_gather_kernel"])
@@ -20086,7 +20084,6 @@ def test_gemm_kernels_compile_for_gpus(arch, tmp_path):
     imports = "import attention as A\nfrom quantization import gemm as X\n"
     code = COMPILE.replace("import attention as A\n", imports)
     code = code.replace("busy = dict", GEMM_COMPILE + "\nbusy = dict", 1)
-    code = code.replace("    eval(case)", "    exec(case)")
     printed = compile_kernels(code, tmp_path, arch, *flat, "compile_all(arch)", *again)
     kernels = ("gemm", "gemv", "reduce_splits", "skinny_gemm")
     assert printed.strip() == str([f"_{name}_kernel" for name in kernels])
@@ -20203,7 +20200,9 @@ GGUF_FAMILIES = {  # name: a row of FAMILIES, or transformers' config class and 
     **{name: FAMILIES[name] for name in ("llama", "llama-biases-wide-heads", "llama-tied")},
     **{name: FAMILIES[name] for name in ("llama-linear", "llama-yarn", "mistral-no-window")},
     **{name: FAMILIES[name] for name in ("qwen2", "qwen3", "mixtral")},
-    "llama-llama3": ("Llama", rope("llama3", **LLAMA3 | dict(original_max_position_embeddings=8192))),
+    "llama-llama3": (
+        "Llama", rope("llama3", **LLAMA3 | dict(original_max_position_embeddings=8192)),
+    ),
     "mistral": ("Mistral", dict(sliding_window=40)),
     "qwen3-moe": ("Qwen3Moe", EXPERTS | dict(norm_topk_prob=True)),
     "deepseek-v2": ("DeepseekV2", MLA | dict(routed_scaling_factor=2.0)),
@@ -20379,8 +20378,8 @@ def gguf_mixed(path: Path) -> dict[str, torch.Tensor]:
     its tensors as that package dequantizes them."""
     gguf, rng = GF.package(), np.random.default_rng(0)
     writer, tensors = gguf.GGUFWriter(path, "llama"), {}
-    for name, value in dict(block_count=3, context_length=64, embedding_length=256, head_count=4,
-                            feed_forward_length=512, head_count_kv=2, vocab_size=300).items():  # fmt: skip
+    sizes = dict(block_count=3, context_length=64, embedding_length=256, feed_forward_length=512)
+    for name, value in (sizes | dict(head_count=4, head_count_kv=2, vocab_size=300)).items():
         getattr(writer, f"add_{name}")(value)
     writer.add_layer_norm_rms_eps(1e-5)
 
@@ -20442,9 +20441,11 @@ def test_gguf_formats_by_layer(tmp_path):
         "layers.0.mlp.up_proj": "q4_0", "layers.0.mlp.down_proj": "q8_0",
         "layers.1.attention.v_proj": "q4_0", "layers.1.mlp.gate_proj": "q8_0",
     }  # fmt: skip
-    names = dict(attn_q="attention.q_proj", attn_k="attention.k_proj", attn_v="attention.v_proj",
-                 attn_output="attention.o_proj", ffn_gate="mlp.gate_proj", ffn_up="mlp.up_proj",
-                 ffn_down="mlp.down_proj", attn_norm="attention_norm", ffn_norm="mlp_norm")  # fmt: skip
+    names = {f"attn_{x}": f"attention.{x}_proj" for x in "qkv"}
+    names |= {f"ffn_{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")}
+    names |= dict(
+        attn_output="attention.o_proj", attn_norm="attention_norm", ffn_norm="mlp_norm"
+    )
     top = dict(token_embd="embed", output_norm="norm", output="head")
     for name, tensor in want.items():
         stem, layer = name.split(".")[-2], name.split(".")[1]
@@ -20465,8 +20466,8 @@ def test_gguf_quantized_experts_stay_quantized(scheme, tmp_path):
     """Mixtral, quantized, written and read again: the same modules and bits, in stacks too."""
     config = dict(num_hidden_layers=2, num_local_experts=4, vocab_size=1000, intermediate_size=96)
     config |= dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
-    config = M.ModelConfig.from_hf(SHAPE | config | dict(
-        model_type="mixtral", rms_norm_eps=1e-5, num_experts_per_tok=2, sliding_window=None))  # fmt: skip
+    config |= dict(rms_norm_eps=1e-5, num_experts_per_tok=2, sliding_window=None)
+    config = M.ModelConfig.from_hf(SHAPE | config | dict(model_type="mixtral"))
     model = Q.quantize_(random_model(config).bfloat16(), scheme)
     path = tmp_path / "x.gguf"
     GGUF.write(path, config, HF.hf_tensors(model), gguf_tokenizer_folder(tmp_path))
@@ -22709,7 +22710,8 @@ def test_lora_bad_files_are_refused(tmp_path):
         refuses(f"adapter_config.json: {field} is")
     (tmp_path / LO.CONFIG).write_text(json.dumps(json.loads(good) | {"r": 3}))
     refuses(r"lora_A.weight has shape \(2, 32\), not \(3, 32\)")
-    for field, words in (("r", "rank must be an integer"), ("lora_alpha", "alpha must be a number")):
+    wrong = {"r": "rank must be an integer", "lora_alpha": "alpha must be a number"}
+    for field, words in wrong.items():
         (tmp_path / LO.CONFIG).write_text(json.dumps(json.loads(good) | {field: True}))
         refuses(words)
     (tmp_path / LO.CONFIG).write_text(good)
@@ -23122,7 +23124,6 @@ def test_adapters_kernels_compile_for_gpus(arch, tmp_path):
     again = ["n = len(built)", "go(33)", "go(512)", "assert len(built) == n, built[n:]"]
     code = COMPILE.replace("import attention as A\n", "import attention as A\n" + ADAPTER_PATCH, 1)
     code = code.replace("busy = dict", ADAPTER_COMPILE + "\nbusy = dict", 1)
-    code = code.replace("    eval(case)", "    exec(case)")
     printed = compile_kernels(code, tmp_path, arch, *cases, *again)
     assert printed.strip() == str(["_expand_kernel", "_shrink_kernel"])
 
@@ -33717,7 +33718,8 @@ def test_generate_gpu_report_lists_commands_that_parse(monkeypatch, capsys):
 def fake_nvidia_smi(folder: Path, monkeypatch) -> None:
     """Two samples of two GPUs, in MiB."""
     path = folder / "nvidia-smi"
-    path.write_text(f"#!/bin/sh\nprintf '7\\n5\\n8\\n91\\n'\n: > '{folder}/sampled'\nexec sleep 60\n")
+    lines = "#!/bin/sh", "echo 7; echo 5; echo 8; echo 91", f": > '{folder}/sampled'"
+    path.write_text("\n".join([*lines, "exec sleep 60"]))
     path.chmod(0o755)
     monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
 
