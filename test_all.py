@@ -767,14 +767,19 @@ def _rank_process(rank, world, port, folder, cases, hang, setup, fresh_groups):
     os._exit(0)
 
 
-def on_ranks(name: str, cases, *args, **kwargs):
-    """A module fixture: run_on_ranks of cases, or of cases(folder)."""
+def on_ranks(name: str, cases, *args, params: Iterable = (), **kwargs):
+    """A module fixture: run_on_ranks of cases, or of cases(folder). params: those of its test, of
+    which the slow ones are run only if they are selected."""
     RANK_FIXTURES.append(name)
 
     @pytest.fixture(scope="module", name=name)
-    def results(tmp_path_factory):
+    def results(tmp_path_factory, request):
         folder = tmp_path_factory.mktemp(name)
         made = cases(folder) if callable(cases) else cases
+        users = [item for item in request.session.items if name in item.fixturenames]
+        calls = [item.callspec.params for item in users if hasattr(item, "callspec")]
+        left_out = {p.values[0] for p in params if p.marks} - {call.get("name") for call in calls}
+        made = {key: case for key, case in made.items() if key not in left_out}
         return run_on_ranks(folder, made, *args, **kwargs)
 
     return results
@@ -3242,7 +3247,7 @@ def test_attention_in_plain_torch_equals_the_reference(name, attend, monkeypatch
     check(attend, named_case(name))
 
 
-@pytest.mark.parametrize("name", one_in(2, [*map(str, range(10)), *CORNERS, *SLOW_SEEDS]))
+@pytest.mark.parametrize("name", one_in(3, [*map(str, range(10)), *CORNERS, *SLOW_SEEDS]))
 def test_attention_flash_equals_the_reference(name):
     """The kernels, on given and random cases: output, lse and every gradient."""
     check(A.flash_attention, named_case(name))
@@ -7304,7 +7309,7 @@ def test_fp8_experts(recipe):
     model, x, results = fp8_model(fp8_latent()), quantize_normal(80, 64), []
     for convert in (lambda model, recipe: model, Q.fp8_training_):
         moe = convert(model, recipe).layers[1].mlp
-        y = moe.experts(x, *moe.route(x), moe.w_gate_up, moe.w_down)
+        y = moe.experts(x, *moe.select_experts(moe.router_logits(x)), moe.w_gate_up, moe.w_down)
         leaves = moe.w_gate_up, moe.w_down, moe.router
         results.append([y.detach(), *torch.autograd.grad(y.sum(), leaves)])
     for plain, got, limit in zip(*results, (0.1, 0.6, 0.6, 0.6), strict=True):
@@ -9805,7 +9810,7 @@ def test_files_import_names_that_exist():
     assert not [u for u in used if not hasattr(importlib.import_module(u[1]), u[2])]
 
 
-@pytest.mark.parametrize("name", sorted(n for n, p in FILES.items() if uses_of(p)))
+@pytest.mark.parametrize("name", one_in(3, sorted(n for n, p in FILES.items() if uses_of(p))))
 def test_files_that_are_not_programs_name_the_one_to_run(name):
     """Run as a script, a file with project imports exits 1 with one line that names the program to
     run; generate.py and train.py run from any directory."""
@@ -19791,7 +19796,9 @@ GEMM_CALLS += [(M, 3, K, group, n) for M, K, group in GEMM_SPLITS for n in (1, 2
 GEMM_CALLS += [(1, 1, 256, None, 2)]  # the first row of the tile is also its last
 
 
-@pytest.mark.parametrize("M, N, K, group, n_splits", GEMM_CALLS)
+@pytest.mark.parametrize(
+    "M, N, K, group, n_splits", one_in(2, [pytest.param(*call) for call in GEMM_CALLS])
+)
 def test_gemm_weight_only(M, N, K, group, n_splits, one_sm):
     """The kernels for one row of x and for many, with any split of K, and the plain-torch reference
     equal a matmul with the dequantized weight; the bias is added once; calls repeat bit for bit."""
@@ -23746,12 +23753,13 @@ def test_shared_models_bad_folders_are_refused(tmp_path):
     args = G.parse_args(["--serve", "0", "--device", "cpu", "--models", "a=b"])
     with torch.inference_mode():
         for name, folder, words in bad_shared_models(tmp_path):
-            flag = GCONF.parse_folders("--models", f"{name}={folder}")
-            args.models, (model, tokenizer) = flag, LOAD.load(args, torch.device("cpu"))
+            args.models = f"{name}={folder}"
+            args.models = GCONF.parse_folders(args, "models")
+            model, tokenizer = LOAD.load(args, torch.device("cpu"))
             with pytest.raises(ValueError, match=re.escape(words)) as e:
                 SRUN.load_models(args, model, tokenizer)
             text = str(e.value)
-            assert text.startswith(f"--models {flag[-1][0]}=") and "\n" not in text, text
+            assert text.startswith(f"--models {args.models[-1][0]}=") and "\n" not in text, text
 
 
 # --------------------------------------------------------------------------------------------------
@@ -26751,10 +26759,11 @@ def kvp_bad_shapes_are_refused(env):
         assert not env.wire.events and "\n" not in str(caught.value)
 
 
-kvp_done = on_ranks("kvp_done", KVP_WORKS, hang=10, setup=kvp_setup)
+KVP_PARAMS = one_in(4, [*KVP_WORKS][:16]) + one_in(1, [*KVP_WORKS][16:])  # fewer random ones
+kvp_done = on_ranks("kvp_done", KVP_WORKS, hang=10, setup=kvp_setup, params=KVP_PARAMS)
 
 
-@pytest.mark.parametrize("name", KVP_WORKS)
+@pytest.mark.parametrize("name", KVP_PARAMS)
 def test_kv_parallel_equals_one_process(kvp_done, name):
     """Attention to a cache of which each rank has any part, and models that generate with it, for
     every mask and both forms of MLA == one process; bytes sent are the formulas'."""
@@ -28582,10 +28591,11 @@ def pl_random(seed):
 
 
 PL_CASES = dict(pl_cases()) | {f"random {seed}": pl_random(seed) for seed in range(4)}
+PL_PARAMS = one_in(2, PL_CASES)
 PL_LOST = {f"lost {n}": replace(PL_CASES["1f1b 3 optimizer=None"], lose=n) for n in range(4)}
 
 
-@pytest.mark.parametrize("name", PL_CASES)
+@pytest.mark.parametrize("name", PL_PARAMS)
 def test_pipeline_equals_one_process(pl_done, name):
     """Losses, gradients, weights and logits under every schedule, with all kinds of chunks."""
     pl_check(pl_done[name], PL_CASES[name])
@@ -28882,7 +28892,7 @@ PL_WORKS = {n: partial(pl_train, case=case) for n, case in (PL_CASES | PL_LOST).
 PL_WORKS |= {f"kept {spec}": partial(pl_kept, spec=spec) for spec in PL_KEPT}
 PL_WORKS |= {f"decode {p}": partial(pl_decode, p=p) for p in (2, 4)}
 PL_WORKS |= {"memory": pl_memory, "mistakes": pl_mistakes, "decode fails": pl_decode_fails}
-pl_done = on_ranks("pl_done", PL_WORKS, 4, 240, 40, pl_setup)
+pl_done = on_ranks("pl_done", PL_WORKS, 4, 240, 40, pl_setup, params=PL_PARAMS)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -33939,7 +33949,7 @@ def test_generate_experts_flag_selects_the_experts():
         found.append((model(tokens), model(tokens[:1, :1])))
     assert all(relative(*logits) < 1e-5 for logits in zip(*found, strict=True))
     layer, x = model.layers[1].mlp, torch.randn(9, 64, generator=seeded())
-    args = (x, *layer.route(x), layer.w_gate_up, layer.w_down)
+    args = (x, *layer.select_experts(layer.router_logits(x)), layer.w_gate_up, layer.w_down)
     exact, fast = M.loop_experts(*args), partial(O.grouped_experts, linear=cpu.expert_linear)
     half = [t.bfloat16() if t.is_floating_point() else t for t in args]
     plain, got = (relative(f(*half).float(), exact) for f in (M.loop_experts, fast))
@@ -36779,7 +36789,8 @@ COUNTS = {  # of each microbatch, or the same of both
     ],
 }
 COUNT_SIZES = dict(batch=4, micro=4), dict(batch=8, micro=1)  # ZeRO: 2 microbatches
-SLOW_COUNTS = "--cp 4", ALL_GATHER, "--zero 1", "--zero 2", f"--zero 3 {QUANTIZED}"
+SLOW_COUNTS = "--cp 4", ALL_GATHER, "--zero 1", "--zero 2", f"--zero 3 {QUANTIZED}", "--tp 4"
+SLOW_COUNTS += "--cp 4 --cp-ulysses 4", "--zero 3 --dp-replicate 2"
 COUNTED = {"slow " * (f in SLOW_COUNTS) + f: ("three biased", f) for f in COUNTS}
 COUNTED["slow 1021 tokens"] = "1021-tokens", f"--tp 4 {NO_SP}"
 COUNTED = {
