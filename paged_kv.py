@@ -2283,7 +2283,8 @@ def main() -> None:
     args, flags = batch([20, 33, 64], [5, 1, 30], torch.float32), {"window": 7, "softcap": 2.0}
     error = paged_attention(*args, **flags) - paged_attention_reference(*args, **flags)
     assert error.abs().max() < 1e-4, error.abs().max()
-    print(f"{device}, {torch.get_num_threads()} threads: the same as the reference")
+    kind = "the Triton kernel" if _uses_kernel(args[0]) else "plain torch"
+    print(f"{kind} == the reference; {device}, {torch.get_num_threads()} threads")
     print(f"{'decode attention, bf16':24} {'paged':>14} {'gather all':>14}   ms (GB/s of KV)")
     long = 4096 if device == "cuda" else 64 if INTERPRET else 1024
     for n, length in ((16, long // 8), (32, long), (1, 2 * long)):

@@ -9655,7 +9655,7 @@ ALONE_SLOW = [
     ("chunked_loss recompute watchdog", "", "installed", ""),
     # the tables of these take minutes
     ("alignment data lora offload optimizers token_windows", "check()", "installed", ""),
-    ("gemm sparse", "check('cpu')", "missing interpreted", ""),
+    ("gemm sparse", "", "missing", TABLE),
     ("attention", "", "installed interpreted", ERROR_AND_TIMES),
     ("paged_kv", "", " ".join(TRITON_MODES), r"KIND( kernel)? == the reference[\s\S]*gather all"),
 ]
@@ -17790,7 +17790,7 @@ def test_cluster_of_ranks_survives_kill_9(backend, monkeypatch):
     with ReplicaProcesses("--replicas", "2", "--tp", "2", "--backend", backend) as server:
         assert asyncio.run(server.texts(bodies)) == want
         kills, ranks = 0, itertools.cycle((1, 0))
-        while kills < 4:
+        while kills < (2 if backend == "ray" else 4):
             got, more = asyncio.run(server.texts_amid_kills(bodies, 4, ranks))
             kills += more
             assert got == want, f"kill {kills}"
