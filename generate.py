@@ -54,7 +54,6 @@ import importlib.util
 import json
 import math
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -94,6 +93,7 @@ from huggingface.tokenizer import Continuation, StopStrings, TextStream, Tokeniz
 from huggingface.tokenizer import eos_ids, logprob_entry
 from model import KVCache, Transformer
 from paged_kv import CUDAGraphRunner, SamplingParams
+from training.flags import out_of_memory
 
 IMPORT_SECONDS = time.perf_counter() - START
 
@@ -611,10 +611,9 @@ def run_cli(argv: list[str]) -> int:
         print(f"generate.py: error: {e}", file=sys.stderr)
         return 2
     except (MemoryError, RuntimeError) as e:
-        if isinstance(e, RuntimeError) and not re.search("memory|overflow", str(e)):
-            raise  # a bug; overflow: of a tensor's size
-        detail = (str(e) or "allocation failed").splitlines()[0]
-        print(f"generate.py: error: out of memory ({detail})", file=sys.stderr)
+        if (reason := out_of_memory(e)) is None:
+            raise
+        print(f"generate.py: error: out of memory ({reason})", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

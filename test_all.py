@@ -35079,7 +35079,7 @@ def test_train_out_of_memory_is_one_line(program, train_runs, tmp_path, monkeypa
     assert program.main(argv) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "(CUDA out of memory.); " in said and "--" in said
-    error = "a bug"
+    error = "CUDA error: an illegal memory access was encountered"
     with pytest.raises(RuntimeError, match=error):
         program.main(argv)
 

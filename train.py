@@ -65,6 +65,7 @@ from training.checkpoint import Checkpoints
 from training.config import TrainConfig, check_experts, parse_args
 from training.dataset import TOKENIZER_FILES, build_dataset
 from training.draft_head import build_draft_head, save_draft_head
+from training.flags import out_of_memory
 from training.lora_jobs import build_job_datasets
 from training.metrics import Metrics, PeakMemory, Throughput, log, plot, progress_bar, show_row
 from training.metrics import summary, summary_writer
@@ -347,11 +348,10 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as e:
         print(f"train.py: error: {e}", file=sys.stderr)
         return 2
-    except RuntimeError as e:
-        if "memory" not in str(e):
+    except (MemoryError, RuntimeError) as e:
+        if (reason := out_of_memory(e)) is None:
             raise
-        why = f"out of memory ({str(e).splitlines()[0]}); see --recompute, --offload and --zero"
-        print(f"train.py: error: {why}", file=sys.stderr)
+        print(f"train.py: error: out of memory ({reason}); see --recompute, --offload and --zero", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # before the first step; later, Ctrl-C saves and exits
         return 130

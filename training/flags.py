@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -55,6 +56,15 @@ def parse_bytes(text: str) -> int:
         return int(float(digits) * unit)
     except OverflowError:
         raise ValueError(f"{text} bytes") from None
+
+
+def out_of_memory(e: Exception) -> str | None:
+    """The first line of an error that is a lack of memory, or a tensor too large to count; None for
+    any other: CUDA's "illegal memory access" is a bug."""
+    texts = r"out of memory|(not enough|allocate) memory|overflow"
+    if not isinstance(e, MemoryError) and not re.search(texts, str(e)):
+        return None
+    return (str(e) or "allocation failed").splitlines()[0]
 
 
 @dataclass

@@ -53,6 +53,7 @@ from training.build import meta_model, model_config
 from training.config import FIXED, TrainConfig, parse_args
 from training.data import IGNORE, decode
 from training.dataset import build_dataset
+from training.flags import out_of_memory
 from training.optimizers import learning_rate, mup_factors
 
 BETAS, EPS = (0.9, 0.95), 1e-8  # those of train.py
@@ -219,11 +220,10 @@ def main(argv: list[str]) -> int:
     except (ValueError, OSError) as e:
         print(f"python -m training.trials: error: {e}", file=sys.stderr)
         return 2
-    except RuntimeError as e:
-        if "memory" not in str(e):
+    except (MemoryError, RuntimeError) as e:
+        if (reason := out_of_memory(e)) is None:
             raise
-        why = f"out of memory ({str(e).splitlines()[0]}); give fewer --lrs or smaller --widths"
-        print(f"python -m training.trials: error: {why}", file=sys.stderr)
+        print(f"python -m training.trials: error: out of memory ({reason}); give fewer --lrs or smaller --widths", file=sys.stderr)
         return 2
     base = f" --set mup_base={config.mup_base}" if config.mup_base else ""
     print(f"{text}\n\npython train.py --lr {best:g}{base} {shlex.join(rest)}")
