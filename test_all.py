@@ -140,6 +140,7 @@ from parallelism import serving_cost as SCOST, serving_plan as SPLAN, training_p
 import quantize as Q
 from parallelism import quantized_collectives as QC
 from parallelism import ring_self_attention as RSA
+from serving import adapter_merging as MERGING
 from serving import adapters as AD
 from parallelism import schedules as SC
 from parallelism import sharded_attention as SA
@@ -180,7 +181,6 @@ from serving import lockstep as LOCKSTEP
 from serving import colocation as CO
 from serving import compare_adapters as COMPARE_ADAPTERS
 from serving import compare_servers as COMPARE
-from serving import merging as MERGING
 from serving import openai_api as OA
 from serving import paged_drafting as PD
 from serving import policies as POLICY
@@ -2672,7 +2672,8 @@ TEMPLATES = {  # what templates of published models use
   {# a comment #}
 {% endfor %}
 """,
-    "special tokens": "{{ bos_token }}{{ eos_token }}{{ unk_token }}{{ sep_token }}{{ image_token }}",
+    "special tokens": "{{ bos_token }}{{ eos_token }}{{ unk_token }}{{ sep_token }}"
+    "{{ image_token }}",
     "variables": "{{ add_generation_prompt }} {{ tools }} {{ documents is none }} {{ nothing }}"
     "{{ enable_thinking is defined and enable_thinking is false }}",
     "all of a message": "{{ messages | tojson(sort_keys=True) }}",
@@ -23323,7 +23324,7 @@ def test_adapters_merging_keeps_tokens():
     those of the merged models; short runs switch nothing, and at the end the weights are bitwise
     what they were."""
     model, rng = random_model(tiny()), random.Random(0)
-    pool = AD.AdapterPool(copy.deepcopy(model), None, MERGING.Merging)
+    pool = AD.AdapterPool(copy.deepcopy(model), None, MERGING.AdapterMerging)
     engine = paged_engine(pool.model, adapters=pool, num_blocks=200, max_num_seqs=4)
     before, expected = copy.deepcopy(pool.model.state_dict()), {None: model}
     for i in range(3):
@@ -34959,6 +34960,8 @@ TRAIN_BAD = {  # flags -> words of the error, separated by "|"
     "--data {folder}/short.txt": "--data",
     "--data {corpus} --data {corpus}=2": "corpus.jsonl=2|twice",
     "--model huge": "--model huge|small",
+    "--init {plain} --model draft": "--init|--model draft",
+    "--resume --out {plain} --model draft": "--model draft|differs from the run's|omit it",
     "--device cuda:7": "--device cuda:7",
     "--resume": "--resume|nothing was saved",
     "--out {small}": "small|no run to resume",
@@ -35020,6 +35023,7 @@ TRAIN_BAD = {  # flags -> words of the error, separated by "|"
     "--task draft-head --init {plain} --out {head}": "8 steps",
     "--out {folder}/only-a-head": "only-a-head|draft head",
     "WORLD_SIZE=2 --task draft-head --init {plain}": "torchrun",
+    "WORLD_SIZE=x --task draft-head --init {plain}": "WORLD_SIZE=x: must be a number",
     # MoE
     "--upcycle 4": "--upcycle|--init",
     "--init {plain} --upcycle 4 --set upcycle_top_k=5": "--set upcycle_top_k|--upcycle 4|5",
@@ -35047,22 +35051,25 @@ TRAIN_RUNS["mixed-aux"] = "--model {mixtral}/config.json"
 def test_train_refuses_bad_flags_and_files(flags, train_runs, monkeypatch, capsys):
     """Exit code 2, one line that names the flag or file, and nothing is written or changed."""
     monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
+    words = TRAIN_BAD[flags].split("|")
     if flags.startswith("WORLD_SIZE"):
-        monkeypatch.setenv("WORLD_SIZE", "2")
+        ranks, flags = flags.split(maxsplit=1)
+        monkeypatch.setenv(*ranks.split("="))
     torchft = SimpleNamespace(Manager=None, ProcessGroupGloo=None, ProcessGroupNCCL=None)
     monkeypatch.setitem(sys.modules, "torchft", torchft)
     new = train_runs["folder"] / "new"
     shutil.rmtree(new, ignore_errors=True)
     base = "" if re.search("--(data|lora-jobs)", flags) else "--data {corpus}"
-    base = "" if "--resume --out" in flags else f"{base} --model {{tiny}} --out {new} --device cpu"
-    argv = train_runs.split(f"{base} {flags.removeprefix('WORLD_SIZE=2 ')}")
+    base += "" if "--init" in flags else " --model {tiny}"
+    base = "" if "--resume --out" in flags else f"{base} --out {new} --device cpu"
+    argv = train_runs.split(f"{base} {flags}")
     paths = lambda: (p for p in train_runs["folder"].rglob("*") if "__pycache__" not in p.parts)
     files = lambda: {p: p.stat().st_mtime_ns for p in paths()}
     before = files()
     capsys.readouterr()
     assert T.main(argv) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and all(word in error for word in TRAIN_BAD[flags].split("|"))
+    assert error.count("\n") == 1 and all(word in error for word in words)
     assert not list(new.glob("*.safetensors")) and not saved_steps(new)
     assert before == {p: at for p, at in files().items() if not p.is_relative_to(new)}
 
@@ -36380,6 +36387,16 @@ def full_errors(layout, tensors, wanted, noise):
             yield error / noise.get(name, 1), name
 
 
+def saved_tiles(state: Any, want: dict) -> Iterator[tuple]:
+    """Of each tile of a checkpoint: weight or moment, parameter, the tile, that of want's tensor."""
+    state.updates = 1
+    for saved, sharded in state.sharded_state_dict().items():
+        key, _, name = saved.partition(".")
+        for at, tile in sharded.chunks.items():
+            slices = tuple(slice(i, i + n) for i, n in zip(at, tile.shape, strict=True))
+            yield key, name, tile, want[key][name][slices]
+
+
 def train_case(rank: int, case: LayoutCase, folder: Path) -> dict:
     """A run of one rank, each of whose numbers and shards equals that of one process; its shards
     and rows, which the parent sums over ranks."""
@@ -36388,7 +36405,7 @@ def train_case(rank: int, case: LayoutCase, folder: Path) -> dict:
         compile_ = partialmethod(nn.Module.compile, backend=case.compiler)
         patch.setattr(nn.Module, "compile", compile_)
         args, layout, model, _ = layout_rank(case, rank)
-    named, steps, pieces, ropes = list(model.named_parameters()), 0, Counter(), set()
+    named, steps, ropes = list(model.named_parameters()), 0, set()
     first_layer = next(iter(model.layers))
     first_layer.register_forward_pre_hook(lambda m, a: ropes.update(t.dtype for t in a[1]))
 
@@ -36415,16 +36432,12 @@ def train_case(rank: int, case: LayoutCase, folder: Path) -> dict:
     for key in MOMENTS if layout.buckets is None else ():
         moments = [(n, optimizer.state[p][key]) for n, p in named]
         check(key, shard_errors(layout, moments, want[key], layout_rounding_noise(case, key)))
-    state = SD.TrainState(model, optimizer, layout)
-    state.updates = 1
-    for name, sharded in state.sharded_state_dict().items():
-        key, _, name = name.partition(".")
-        whole, noise = want[key][name], layout_rounding_noise(case, key).get(name, 1)
-        for at, tile in sharded.chunks.items():  # of a checkpoint
-            there = whole[tuple(slice(i, i + n) for i, n in zip(at, tile.shape, strict=True))]
-            check(f"saved {key}", [(shard_error(tile, there, whole) / noise, name)])
-            pieces[key] += tile.numel()
-    assert pieces["weight"], pieces
+    saved = Counter()
+    for key, name, tile, there in saved_tiles(SD.TrainState(model, optimizer, layout), want):
+        noise = layout_rounding_noise(case, key).get(name, 1)
+        check(f"saved {key}", [(shard_error(tile, there, want[key][name]) / noise, name)])
+        saved[key] += tile.numel()
+    assert saved["weight"], saved
     for name, b in model.named_buffers():
         check(name, [(shard_error(b, want["weight"][name], want["weight"][name]), name)])
     eight_bit = "--fp8" in case.run or "--qat" in case.run  # a router may choose another expert
@@ -36439,7 +36452,7 @@ def train_case(rank: int, case: LayoutCase, folder: Path) -> dict:
         numel={n: numel(p) for n, p in named},
         moments={n: numel(optimizer.state[p]["exp_avg"]) for n, p in plain},
         slices=[b.master.numel() for b in layout.buckets.buckets] if layout.buckets else [],
-        saved={key: pieces[key] for key in MOMENTS},
+        saved={key: saved[key] for key in MOMENTS},
         samples=list(layout.samples(case.batch)),
         positions=list(range(case.seq)) if at is None else at.tolist(),
         plan=str(layout.tp),

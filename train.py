@@ -351,7 +351,8 @@ def main(argv: list[str] | None = None) -> int:
     except (MemoryError, RuntimeError) as e:
         if (reason := out_of_memory(e)) is None:
             raise
-        print(f"train.py: error: out of memory ({reason}); see --recompute, --offload and --zero", file=sys.stderr)
+        fix = "see --recompute, --offload and --zero"
+        print(f"train.py: error: out of memory ({reason}); {fix}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # before the first step; later, Ctrl-C saves and exits
         return 130

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from training.config import TrainConfig
+from training.config import TrainConfig, world_size
 from training.recovery import fresh_store
 
 
@@ -41,7 +41,7 @@ class DistEnv:
 def init_distributed(args: TrainConfig) -> DistEnv:
     """Choose device and dtype; under torchrun, initialize the process group. ValueError if the
     device cannot be used."""
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank, world = int(os.environ.get("RANK", 0)), world_size()
     name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda":
         name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"

@@ -24,7 +24,6 @@ from __future__ import annotations
 if __name__ == "__main__":
     raise SystemExit("this is a part of train.py; run: python train.py --help")
 
-import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -47,7 +46,7 @@ from parallelism.dist_env import DistEnv
 from parallelism.expert_parallel import Placement, all_to_all_dispatch, remap_expert_ids
 from parallelism.parallel_dims import ExpertParallel, ParallelDims
 from training.build import build_optimizer, cast_params_, convert_linears_, meta_model
-from training.config import TrainConfig
+from training.config import TrainConfig, world_size
 from training.lora import apply_lora_
 from training.metrics import flops_per_token
 from training.step import LoadBalancer, clip_gradients, forward_backward, loss_sums, make_attend
@@ -268,7 +267,7 @@ def count_costs(args: TrainConfig, config: ModelConfig) -> tuple[dict, str]:
 
 def setup(args: TrainConfig, config: ModelConfig) -> None:
     """Set defaults and start the fake process group. ValueError for what it cannot count."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if world_size() > 1:
         raise ValueError("--dry-run runs in one process; use --dry-run RANKS instead of torchrun")
     if config.moe_layers and (args.fp8 or args.experts == "loop"):
         other = "--fp8" if args.fp8 else "--set experts=loop"

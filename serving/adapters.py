@@ -18,7 +18,7 @@ nearly all of the work, are the same for all. So a batch mixes them (Punica, arX
             same LRU, its last blocks first; the rest is kept, and what is missing is loaded again.
             Keys and values computed with an adapter are below the same root: adapters share none.
     merging   when one adapter dominates, its B A is added to W, and the rows of others get minus
-            that: serving/merging.py (dLoRA) decides when.
+            that: serving/adapter_merging.py (dLoRA) decides when.
 
 Cost: 2 rank (C + F) operations per row and linear layer, 1% of the layer's at rank 16, and reading
 the weights of all active adapters in every step. Rank 16 in all seven linears of TinyLlama takes

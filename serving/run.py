@@ -44,10 +44,10 @@ from huggingface.tokenizer import Tokenizer, eos_ids, load_tokenizer
 from huggingface.weights import hf_modules, load_checkpoint, read_config
 from model import CONFIGS, ModelConfig, Transformer
 from serving import batch as serving_batch
+from serving.adapter_merging import AdapterMerging
 from serving.adapters import NAME, Adapter, AdapterPool
 from serving.disaggregated import Placement, Worker, placements, search
 from serving.lockstep import follow, on_rank0
-from serving.merging import Merging
 from serving.paged_drafting import enable_speculative_decoding
 from serving.policies import make_policy
 from serving.shared_models import ModelPool, ModulePerRow
@@ -152,7 +152,7 @@ def build_service(args: GenerateConfig) -> serving_batch.Service:
 def make_pool(model: Transformer, merge: bool = False) -> AdapterPool:
     """The AdapterPool of --adapters, for a loaded model."""
     on_cpu = model.embed.weight.device.type == "cpu" and load_kernels() is not None
-    pool = AdapterPool(model, add_adapters if on_cpu else None, Merging if merge else None)
+    pool = AdapterPool(model, add_adapters if on_cpu else None, AdapterMerging if merge else None)
     if on_cpu:
         install_(model)  # again: its fused layers read the linears when they are made
     return pool

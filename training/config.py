@@ -257,7 +257,7 @@ FIXED = """
     seed batch_size seq_len lr data dtype fp8 qat aux_loss seq_aux_loss router_z_loss diloco
     outer_lr outer_momentum param_dtype optimizer lr_schedule warmup_steps decay_steps min_lr_factor
     weight_decay grad_clip mup_base output_z_loss pack task lora beta lora_alpha kl num_generations
-    reward max_new_tokens init lora_jobs
+    reward max_new_tokens init lora_jobs model
 """.split()
 RESTORED = """
     steps micro_batch_size save_every eval_every compile attention experts diloco_rendezvous
@@ -298,6 +298,7 @@ REQUIRES = [
 EXCLUDES = [
     ("export", "plot dry_run", "each is a command"),
     ("plot", "dry_run", "each is a command"),
+    ("init", "model", "the model is that of --init"),
     ("fp8", "qat", "both replace the matmuls"),
     ("resume=yes", "upcycle", "upcycling starts a run"),
     ("lora", "qat fp8 upcycle", "adapters train on frozen, unchanged matmuls"),
@@ -362,6 +363,14 @@ def parse_args(argv: list[str]) -> TrainConfig:
     return config
 
 
+def world_size() -> int:
+    """The number of processes that torchrun started; 1 without it."""
+    text = os.environ.get("WORLD_SIZE", "1")
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"WORLD_SIZE={text}: must be a number above 0, as torchrun sets it")
+    return int(text)
+
+
 def recompute_bytes(text: str) -> int:
     """The bytes of --recompute."""
     try:
@@ -403,7 +412,7 @@ def check_combinations(config: TrainConfig) -> None:
     if c.task == "draft-head" and c.seq_len < NUM_DRAFT_TOKENS + 2:
         least = NUM_DRAFT_TOKENS + 2
         raise ValueError(f"--task draft-head requires --seq-len {least} or more, not {c.seq_len}")
-    if c.task == "draft-head" and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if c.task == "draft-head" and world_size() > 1:
         raise ValueError("--task draft-head runs in one process; start it without torchrun")
     parts, part = c.batch_share
     if part >= parts:

@@ -31,7 +31,6 @@ if __name__ == "__main__" and not __package__:
     raise SystemExit("run: python -m training.trials --help")
 
 import argparse
-import os
 import shlex
 import sys
 import tempfile
@@ -50,15 +49,15 @@ from model import ModelConfig, Transformer
 from parallelism.dist_env import init_distributed
 from parallelism.parallel_dims import ParallelDims
 from training.build import meta_model, model_config
-from training.config import FIXED, TrainConfig, parse_args
+from training.config import FIXED, TrainConfig, parse_args, world_size
 from training.data import IGNORE, decode
 from training.dataset import build_dataset
 from training.flags import out_of_memory
 from training.optimizers import learning_rate, mup_factors
 
 BETAS, EPS = (0.9, 0.95), 1e-8  # those of train.py
-SUPPORTED = "seed batch_size seq_len data dtype lr_schedule warmup_steps decay_steps min_lr_factor "
-SUPPORTED += "weight_decay grad_clip"  # of the settings that change what is trained
+SUPPORTED = "model seed batch_size seq_len data dtype lr_schedule warmup_steps decay_steps "
+SUPPORTED += "min_lr_factor weight_decay grad_clip"  # of the settings that change what is trained
 UNSUPPORTED = {*FIXED, "resume", "export", "plot", "dry_run", "upcycle", "replica_groups"}
 UNSUPPORTED -= {*SUPPORTED.split()}
 
@@ -147,7 +146,7 @@ def check_flags(config: TrainConfig) -> None:
             raise ValueError(f"{config.shown(name)}: trials do not support it; remove it")
     if config.dtype == "fp16":
         raise ValueError("--dtype fp16: trials have no loss scaling; use bf16 or fp32")
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if world_size() > 1:
         raise ValueError("trials run in one process; start them without torchrun")
 
 
@@ -223,7 +222,9 @@ def main(argv: list[str]) -> int:
     except (MemoryError, RuntimeError) as e:
         if (reason := out_of_memory(e)) is None:
             raise
-        print(f"python -m training.trials: error: out of memory ({reason}); give fewer --lrs or smaller --widths", file=sys.stderr)
+        fix = "give fewer --lrs or smaller --widths"
+        text = f"python -m training.trials: error: out of memory ({reason}); {fix}"
+        print(text, file=sys.stderr)
         return 2
     base = f" --set mup_base={config.mup_base}" if config.mup_base else ""
     print(f"{text}\n\npython train.py --lr {best:g}{base} {shlex.join(rest)}")

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Merging:
+class AdapterMerging:
     """Which adapter is in the weights. An adapter is an object with rank, scale, and matrices: A
     (rank, C) and B (F, rank) by the name of a linear."""
 
@@ -76,7 +76,7 @@ def main() -> None:
     linear, rank = nn.Linear(64, 96, bias=False), 4
     a, b = torch.randn(rank, 64), torch.randn(96, rank)
     adapter = type("Adapter", (), dict(rank=rank, scale=0.5, matrices={"x": (a, b)}))()
-    merging, before, steps = Merging({"x": linear}), linear.weight.clone(), 0
+    merging, before, steps = AdapterMerging({"x": linear}), linear.weight.clone(), 0
     while merging.update({adapter: 8, None: 1}) is None:
         steps += 1
     assert torch.allclose(linear.weight, before + 0.5 * b @ a, atol=1e-5)
