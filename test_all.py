@@ -807,8 +807,10 @@ def test_harness_ranks_report_the_case_that_failed(fault, tmp_path):
     cases = {"before": total, "broken": broken, "after": total}
     results = run_on_ranks(tmp_path, cases, world=2, hang=2)
     assert results["before"] == results["after"] == [3, 3]
-    words = {"raises": "the first cause", "dies": "rank ", "one rank waits": "imed out"}[fault]
-    assert words in results.errors["broken"]
+    # rank 1 waits in the next case: the first to time out ends, and closes the other's connection
+    late = "imed out|onnection"
+    words = {"raises": "the first cause", "dies": "rank ", "one rank waits": late}[fault]
+    assert re.search(words, results.errors["broken"])
     with pytest.raises(pytest.fail.Exception, match=words):
         results["broken"]
 
@@ -16521,6 +16523,7 @@ def test_server_engine_failure_ends_its_streams_only(monkeypatch):
         assert "Traceback" not in failed.text
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_server_is_not_healthy_without_its_engine(monkeypatch):
     """A thread that does not survive an error ends its streams; health and new calls are 503, and a
     replica ends its process, so that its calls go to another."""
@@ -23600,7 +23603,7 @@ def test_shared_models_store_each_tensor_once(kind, tmp_path):
     assert SHARED._same_bits(bits[0], bits[0].clone()) and not SHARED._same_bits(*bits)
 
 
-@pytest.mark.parametrize("seed, kind", enumerate([*SHARED_MODELS, "dense"]))
+@pytest.mark.parametrize("seed, kind", [*enumerate([*SHARED_MODELS, "dense"])])
 def test_shared_models_mixed_batch_equals_separate_models(seed, kind, tmp_path):
     """Requests to the base and three fine-tunes over shared prompts, in few blocks: sequences are
     preempted, swapped or recomputed, forked and drafted for. Greedy tokens and the
@@ -30856,7 +30859,7 @@ def site_predictions():
     yield "effective training time", saved["goodput"], 0.9, (1, 1.05)
 
 
-@pytest.mark.parametrize("case", site_predictions(), ids=lambda case: case[0])
+@pytest.mark.parametrize("case", [*site_predictions()], ids=lambda case: case[0])
 def test_site_predictions_beside_published_numbers(case):
     what, predicted, published, (least, most) = case
     assert least <= predicted / published <= most, (what, predicted, published)
@@ -37149,7 +37152,9 @@ def test_bucketed_optimizer_is_saved_without_a_gather(tmp_path):
     assert first + second == whole and 0.45 * whole < first < 0.55 * whole
 
 
-@pytest.mark.parametrize("words, device, stage", product(["moe", "plain"], ["cuda", "cpu"], [2, 3]))
+@pytest.mark.parametrize("words", ["moe", "plain"])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_fsdp_prefetches_with_experts_on_a_gpu(words, device, stage, monkeypatch):
     """By default. Without experts the host is ahead of the GPU anyway."""
     prefetched = []
