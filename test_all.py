@@ -357,47 +357,19 @@ def p_value(seen: torch.Tensor, p: torch.Tensor) -> float:
 
 
 def tiny(**changes) -> M.ModelConfig:
-    base = dict(
-        vocab_size=97,
-        dim=48,
-        n_layers=3,
-        n_heads=4,
-        n_kv_heads=2,
-        head_dim=16,
-        ffn_dim=80,
-        max_seq_len=128,
-        bos_id=1,
-        eos_ids=(2,),
-    )
+    base = dict(vocab_size=97, dim=48, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=16)
+    base |= dict(ffn_dim=80, max_seq_len=128, bos_id=1, eos_ids=(2,))
     return M.ModelConfig(**base | changes)
 
 
 def latent(**changes) -> M.ModelConfig:
     """DeepSeek-V3's architecture: MLA, a dense layer, then grouped experts, one MTP layer."""
-    base = dict(
-        dim=64,
-        n_kv_heads=4,
-        head_dim=24,
-        family="deepseek_v3",
-        rope_interleaved=True,
-        kv_lora_rank=24,
-        q_lora_rank=20,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=8,
-        v_head_dim=12,
-        moe_layers=(1, 2),
-        n_experts=8,
-        n_experts_per_token=3,
-        expert_ffn_dim=24,
-        n_shared_experts=1,
-        scoring="sigmoid",
-        correction_bias=True,
-        n_groups=4,
-        topk_groups=2,
-        group_score_topk=2,
-        norm_topk=True,
-        n_mtp_layers=1,
-    )
+    base = dict(family="deepseek_v3", dim=64, n_kv_heads=4, head_dim=24, rope_interleaved=True)
+    base |= dict(kv_lora_rank=24, q_lora_rank=20, v_head_dim=12)
+    base |= dict(qk_nope_head_dim=16, qk_rope_head_dim=8, n_mtp_layers=1)
+    base |= dict(moe_layers=(1, 2), n_experts=8, n_experts_per_token=3, expert_ffn_dim=24)
+    base |= dict(n_shared_experts=1, scoring="sigmoid", correction_bias=True, norm_topk=True)
+    base |= dict(n_groups=4, topk_groups=2, group_score_topk=2)
     return tiny(**base | changes)
 
 
@@ -459,24 +431,15 @@ def programs_run_on_the_cpu(monkeypatch):
 
 def run(*argv, cwd=REPO, stdin="", env=None, timeout=240, **more) -> subprocess.CompletedProcess:
     """Run a program of the repo in a subprocess, as a user starts it."""
-    return subprocess.run(
-        [sys.executable, *map(str, argv)],
-        cwd=cwd,
-        input=stdin,
-        text=True,
-        capture_output=True,
-        timeout=timeout,
-        env=ENV | (env or {}),
-        **more,
-    )
+    argv, env = [sys.executable, *map(str, argv)], ENV | (env or {})
+    more |= dict(cwd=cwd, input=stdin, env=env, timeout=timeout)
+    return subprocess.run(argv, text=True, capture_output=True, **more)
 
 
 def refused(done: subprocess.CompletedProcess, *words: str) -> None:
     """Exit code 2, and one line on stderr with all the words: the file, the field, the fix."""
     assert done.returncode == 2, (done.returncode, done.stdout, done.stderr)
-    assert "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1, (
-        done.stderr
-    )
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
     for word in words:
         assert word in done.stderr, (word, done.stderr)
 
@@ -530,12 +493,6 @@ def ask(
     return prompt, cached, row.text
 
 
-def through_main(capsys, *argv: str) -> dict:
-    """The JSON output of generate.py, run in this process, in fp32."""
-    assert G.main([*argv, "--json", "--device", "cpu", "--dtype", "fp32"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
 WORDS = "the cat sat on a mat and saw the dog run to a log in the fog".split()
 
 
@@ -553,9 +510,8 @@ def corpus(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def tiny_config(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("config") / "config.json"
-    path.write_text(
-        json.dumps(tiny(vocab_size=4096, dim=32, n_layers=2, n_heads=2, n_kv_heads=1).to_hf())
-    )
+    config = tiny(vocab_size=4096, dim=32, n_layers=2, n_heads=2, n_kv_heads=1)
+    path.write_text(json.dumps(config.to_hf()))
     return path
 
 
@@ -734,13 +690,8 @@ def _rank_process(rank, world, port, folder, cases, hang, setup, fresh_groups):
     store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timeout=timedelta(seconds=300))
 
     def new_group(name):
-        dist.init_process_group(
-            "gloo",
-            store=dist.PrefixStore(name, store),
-            rank=rank,
-            world_size=world,
-            timeout=timedelta(seconds=hang),
-        )
+        more = dict(store=dist.PrefixStore(name, store), timeout=timedelta(seconds=hang))
+        dist.init_process_group("gloo", rank=rank, world_size=world, **more)
 
     env, failed = SimpleNamespace(rank=rank, world=world, store=store, folder=folder), False
     new_group("start")
@@ -785,45 +736,45 @@ def on_ranks(name: str, cases, *args, params: Iterable = (), **kwargs):
     return results
 
 
-@pytest.mark.parametrize("fault", ["raises", "dies", "one rank waits"])
-def test_harness_ranks_report_the_case_that_failed(fault, tmp_path):
+def test_harness_ranks_report_the_case_that_failed(tmp_path):
     """run_on_ranks: a case that raises, dies or hangs on one rank fails with its own error, and the
     cases before and after it give their results."""
-
-    def broken(env):
-        if env.rank == 1:
-            if fault == "dies":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if fault == "raises":
-                raise ValueError("the first cause")
-        if fault != "one rank waits" or env.rank == 0:
-            dist.barrier()
 
     def total(env):
         x = torch.tensor(env.rank + 1)
         dist.all_reduce(x)
         return int(x)
 
-    cases = {"before": total, "broken": broken, "after": total}
+    def raises(env):
+        if env.rank == 1:
+            raise ValueError("the first cause")
+        dist.barrier()
+
+    def dies(env):
+        if env.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+
+    def hangs(env):
+        if env.rank == 0:
+            dist.barrier()
+
+    faults = {raises: "the first cause", dies: "rank ", hangs: "imed out"}
+    cases = dict(before=total, raises=raises, dies=dies, hangs=hangs, after=total)
     results = run_on_ranks(tmp_path, cases, world=2, hang=2)
     assert results["before"] == results["after"] == [3, 3]
-    words = {"raises": "the first cause", "dies": "rank ", "one rank waits": "imed out"}[fault]
-    assert words in results.errors["broken"]
-    with pytest.raises(pytest.fail.Exception, match=words):
-        results["broken"]
+    for fault, words in faults.items():
+        assert words in results.errors[fault.__name__]
+        with pytest.raises(pytest.fail.Exception, match=words):
+            results[fault.__name__]
 
 
 def fork_train(argv: list[str], rank: int, world: int, port: int, log: Path):
     """One rank of train.py, forked from this process"""
 
     def main():
-        os.environ |= dict(
-            RANK=f"{rank}",
-            WORLD_SIZE=f"{world}",
-            LOCAL_RANK=f"{rank}",
-            MASTER_ADDR="localhost",
-            MASTER_PORT=f"{port}",
-        )
+        os.environ |= dict(RANK=f"{rank}", LOCAL_RANK=f"{rank}", WORLD_SIZE=f"{world}")
+        os.environ |= dict(MASTER_ADDR="localhost", MASTER_PORT=f"{port}")
         sys.stderr = sys.stdout = open(log, "a", buffering=1)
         code = 70
         try:
@@ -843,9 +794,7 @@ def train_on_ranks(
 ) -> list[int]:
     """Exit codes of `world` ranks, to one of which victim(processes) may do something; as torchrun
     does, the others are told to end when one has failed, and made to a few seconds later."""
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     processes = [fork_train(argv, rank, world, port, log) for rank in range(world)]
     victim(processes)
     while any(p.exitcode is None for p in processes):
@@ -997,23 +946,17 @@ def test_harness_wire_records_and_loses_any_transfer(tmp_path):
     def results(env):
         own, other = x(env.rank), 1 - env.rank
         for is_async in (False, True):
-            for call in (
-                lambda: (y := own.clone(), dist.all_reduce(y, async_op=is_async)),
-                lambda: (
-                    y := torch.empty(8),
-                    dist.all_gather_into_tensor(y, own, async_op=is_async),
-                ),
-                lambda: (
-                    y := torch.empty(2),
-                    dist.reduce_scatter_tensor(y, own, async_op=is_async),
-                ),
-                lambda: (y := torch.empty(4), dist.all_to_all_single(y, own, async_op=is_async)),
-                lambda: (y := own.clone(), dist.broadcast(y, 1, async_op=is_async)),
-            ):
-                y, work = call()
-                if is_async:
-                    work.wait()
-                yield y
+            y = own.clone(), torch.empty(8), torch.empty(2), torch.empty(4), own.clone()
+            works = [
+                dist.all_reduce(y[0], async_op=is_async),
+                dist.all_gather_into_tensor(y[1], own, async_op=is_async),
+                dist.reduce_scatter_tensor(y[2], own, async_op=is_async),
+                dist.all_to_all_single(y[3], own, async_op=is_async),
+                dist.broadcast(y[4], 1, async_op=is_async),
+            ]
+            for work in works if is_async else ():
+                work.wait()
+            yield from y
         y = torch.empty(4)
         ops = [dist.P2POp(dist.isend, own, other), dist.P2POp(dist.irecv, y, other)]
         for work in dist.batch_isend_irecv(ops):
@@ -1029,17 +972,12 @@ def test_harness_wire_records_and_loses_any_transfer(tmp_path):
 
     first, second = run_on_ranks(tmp_path, {"all": work}, world=2)["all"]
     right, events = first[0]
-    want = [
-        x(0) + x(1),
-        torch.cat((x(0), x(1))),
-        (x(0) + x(1))[:2],
-        torch.cat((x(0)[:2], x(1)[:2])),
-        x(1),
-    ]
+    total, both = x(0) + x(1), torch.cat((x(0)[:2], x(1)[:2]))
+    want = [total, torch.cat((x(0), x(1))), total[:2], both, x(1)]
     assert all(map(torch.equal, right, [*want, *want, x(1)]))
     kinds = "all_reduce all_gather reduce_scatter all_to_all broadcast".split()
-    waited = [kind for each in kinds for kind in (each, "wait")]
-    assert [e["kind"] for e in events] == [*kinds, *waited, "exchange", "wait"]
+    waits = ["wait"] * len(kinds)
+    assert [e["kind"] for e in events] == [*kinds, *kinds, *waits, "exchange", "wait"]
     assert all(e["nbytes"] == 16 and e["ranks"] == (0, 1) for e in events if e["kind"] != "wait")
     for lost in range(11):
         same = [torch.equal(a, b) for a, b in zip(first[lost + 1][0], right, strict=True)]
