@@ -1134,11 +1134,11 @@ def test_model_rope_is_complex_multiplication(D, interleaved):
     linears = attention.q_proj, attention.k_proj, attention.v_proj
     q, k, v = (linear(x).unflatten(-1, (-1, 16)) for linear in linears)
     for got, plain in zip(seen[3][1:3], (q, k), strict=True):
-        parts = (plain[..., :D:2], plain[..., 1:D:2]) if interleaved else plain[..., :D].chunk(2, -1)
-        z = torch.complex(*(part.double() for part in parts)) * turn
-        pair = z.real, z.imag
-        want = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
-        close(got, torch.cat((want, plain[..., D:]), -1), 1e-5)
+        order = torch.arange(D).view(-1, 2).T if interleaved else torch.arange(D).view(2, -1)
+        z = torch.complex(*(plain[..., half].double() for half in order)) * turn
+        for half, part in zip(order, (z.real, z.imag)):
+            close(got[..., half], part, 1e-5)
+        assert torch.equal(got[..., D:], plain[..., D:])
     assert torch.equal(seen[3][3], v) and torch.equal(seen[3][4], at)
     tokens = random_tokens(config, 1, 24)
     close(model(tokens, torch.arange(57, 81)), model(tokens), 1e-4)
@@ -1512,14 +1512,6 @@ llama-1-7b 6738415616 {"architectures": ["LLaMAForCausalLM"], "bos_token_id": 0,
 "llama", "num_attention_heads": 32, "num_hidden_layers": 32, "pad_token_id": -1, "rms_norm_eps":
 1e-06, "torch_dtype": "float16", "transformers_version": "4.27.0.dev0", "vocab_size": 32000}
 
-llama-3.1-8b 8030261248 {"architectures": ["LlamaForCausalLM"], "attention_bias": false,
-"bos_token_id": 128000, "max_position_embeddings": 131072, "mlp_bias": false, "model_type":
-"llama", "num_attention_heads": 32, "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps":
-1e-05, "rope_theta": 500000.0, "tie_word_embeddings": false, "vocab_size": 128256, "hidden_size":
-4096, "intermediate_size": 14336, "num_hidden_layers": 32, "eos_token_id": [128001, 128008,
-128009], "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-"original_max_position_embeddings": 8192, "rope_type": "llama3"}}
-
 llama-3.2-1b 1235814400 {"architectures": ["LlamaForCausalLM"], "attention_bias": false,
 "bos_token_id": 128000, "max_position_embeddings": 131072, "mlp_bias": false, "model_type":
 "llama", "num_attention_heads": 32, "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps":
@@ -1565,20 +1557,6 @@ qwen3-30b-a3b 30532122624 {"architectures": ["Qwen3MoeForCausalLM"], "attention_
 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": null, "tie_word_embeddings": false,
 "use_sliding_window": false, "vocab_size": 151936}
 
-deepseek-v2-lite 15706484224 {"attention_bias": false, "auto_map": {"AutoConfig": "x"},
-"aux_loss_alpha": 0.001, "bos_token_id": 100000, "eos_token_id": 100001, "ep_size": 1,
-"kv_lora_rank": 512, "moe_layer_freq": 1, "pretraining_tp": 1, "qk_nope_head_dim": 128,
-"qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_theta": 10000, "seq_aux": true,
-"tie_word_embeddings": false, "v_head_dim": 128, "architectures": ["DeepseekV2ForCausalLM"],
-"first_k_dense_replace": 1, "hidden_size": 2048, "intermediate_size": 10944,
-"max_position_embeddings": 163840, "model_type": "deepseek_v2", "moe_intermediate_size": 1408,
-"n_group": 1, "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": false,
-"num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 27,
-"num_key_value_heads": 16, "q_lora_rank": null, "rope_scaling": {"beta_fast": 32, "beta_slow": 1,
-"factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096,
-"type": "yarn"}, "routed_scaling_factor": 1.0, "scoring_func": "softmax", "topk_group": 1,
-"topk_method": "greedy", "vocab_size": 102400}
-
 deepseek-v2 235741434880 {"attention_bias": false, "auto_map": {"AutoConfig": "x"},
 "aux_loss_alpha": 0.001, "bos_token_id": 100000, "eos_token_id": 100001, "ep_size": 1,
 "kv_lora_rank": 512, "moe_layer_freq": 1, "pretraining_tp": 1, "qk_nope_head_dim": 128,
@@ -1615,7 +1593,7 @@ deepseek-v3 671026419200 {"attention_bias": false, "auto_map": {"AutoConfig": "x
 # Keys that fine-tunes, exporters and older libraries add to config.json, without effect.
 FP8_OPTIONS = dict(quant_method="fp8", weight_block_size=[128, 128])
 HARMLESS = {
-    "llama-3.1-8b": dict(unsloth_version="2024.9", pad_token_id=128004, sliding_window=None),
+    "llama-1-7b": dict(unsloth_version="2024.9", pad_token_id=128004, sliding_window=None),
     "llama-3.2-1b": {"rope_interleaved": False, "transformers.js_config": {}, "temperature": 0.6},
     "mistral-7b-v0.1": dict(attention_bias=False, max_length=20, do_sample=False, pruned_heads={}),
     "qwen2.5-7b": dict(use_mrope=False, layer_types=["full_attention"] * 28),
@@ -1828,91 +1806,57 @@ print((status("VmHWM") - before) * 1024)
     assert size <= int(done.stdout) <= 1.05 * size + largest
 
 
-def test_weights_saved_over_others_leave_no_mixture(tmp_path):
-    """A model saved over one with the same shapes and another rope_theta, sharded or not, and
-    interrupted at each write and each removal: the folder loads as the old or the new checkpoint,
-    or is refused. A whole save leaves no old shard; other files are kept."""
-    old, new = random_model(tiny(), 0), random_model(tiny(rope_theta=77.0), 1)
-    tokens, seen = random_tokens(tiny(), 1, 9), set()
-    for stop_at, sizes in product(range(30), product((60_000, 10**9), repeat=2)):
-        folder = tmp_path / f"{stop_at} {sizes}"
-        HF.save_checkpoint(old, folder, sizes[0])
-        (folder / "model_ema.safetensors").write_text("another's")
+@pytest.mark.parametrize("theta", [10000.0, 77.0])
+def test_weights_saved_over_others_leave_no_mixture(theta, tmp_path):
+    """A model saved over one with the same shapes, sharded or not, in a process that dies with a
+    file half written, or at any later call: the folder loads as the old or the new checkpoint; if
+    their rope_theta differs it may be refused. A whole save leaves no old shard; other files are
+    kept."""
+    config = tiny(dim=16, n_layers=1, head_dim=4, ffn_dim=16)
+    old, new = random_model(config, 0), random_model(replace(config, rope_theta=theta), 1)
+    tokens, seen = random_tokens(config, 1, 9), set()
+
+    def save_and_die(folder, limit, die_at) -> bool:
+        """Save the new model, die at this call, and say whether there were fewer."""
         calls = itertools.count()
 
-        def counted(f):
-            def run(*args, **kwargs):
-                if next(calls) == stop_at:
-                    raise InterruptedError
-                return f(*args, **kwargs)
-
-            return run
+        def deadly(real, *args):
+            call = next(calls)
+            if call < die_at:
+                return real(*args)
+            if call == die_at and real is save_file:
+                real(*args)
+                os.truncate(args[1], os.path.getsize(args[1]) // 2)
+            raise KeyboardInterrupt
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(HF, "write_atomically", counted(HF.write_atomically))
-            patch.setattr(Path, "unlink", counted(Path.unlink))
-            with contextlib.suppress(InterruptedError):
-                HF.save_checkpoint(new, folder, sizes[1])
-        whole = next(calls) <= stop_at
-        try:
-            logits = HF.load_checkpoint(folder)(tokens)
-            outcome = "old" if torch.equal(logits, old(tokens)) else "new"
-            assert outcome == "old" or torch.equal(logits, new(tokens))
-        except ValueError:
-            outcome = "refused"
-        assert (folder / "model_ema.safetensors").read_text() == "another's"
-        assert not whole or outcome == "new"
-        if whole and sizes[1] > 60_000:
+            for owner, name in ((HF, "save_file"), (os, "fsync"), (os, "replace"), (os, "unlink")):
+                patch.setattr(owner, name, partial(deadly, getattr(owner, name)))
+            with contextlib.suppress(KeyboardInterrupt):
+                HF.save_checkpoint(new, folder, limit)
+        return next(calls) <= die_at
+
+    for old_limit, limit in product((5_000, 10**9), repeat=2):
+        for die_at in itertools.count():
+            folder = tmp_path / f"{old_limit} {limit} {die_at}"
+            HF.save_checkpoint(old, folder, old_limit)
+            (folder / "model_ema.safetensors").write_text("another's")
+            whole = save_and_die(folder, limit, die_at)
+            try:
+                logits = HF.load_checkpoint(folder)(tokens)
+                outcome = "old" if torch.equal(logits, old(tokens)) else "new"
+                assert outcome == "old" or torch.equal(logits, new(tokens))
+            except ValueError:
+                outcome = "refused"
+            seen.add((outcome, whole))
+            assert (folder / "model_ema.safetensors").read_text() == "another's"
+            if whole:
+                break
+        if limit > 5_000:
             names = {"config.json", "model.safetensors", "model_ema.safetensors"}
             assert {path.name for path in folder.iterdir()} == names
-        seen.add((outcome, whole))
-        shutil.rmtree(folder)
-    assert seen == {("old", False), ("new", False), ("refused", False), ("new", True)}
-
-
-SAVE_AND_DIE = """
-import os, sys, torch, model as M
-from huggingface import weights as HF
-config = M.ModelConfig(97, 48, 3, 4, 2, 16, 80)
-def save(value, folder):
-    m = M.Transformer(config)
-    for p in m.parameters(): torch.nn.init.constant_(p, value)
-    HF.save_checkpoint(m, folder)
-def deadly(real, halve):
-    def call(*a, **k):
-        calls.append(real)
-        if len(calls) == die_at:
-            if halve:  # the file is half written
-                real(*a, **k)
-                os.truncate(a[1], os.path.getsize(a[1]) // 2)
-            os.kill(os.getpid(), 9)
-        return real(*a, **k)
-    return call
-for die_at in range(1, 20):
-    folder, calls = f"{sys.argv[1]}/{die_at}", []
-    save(1.0, folder)
-    pid = os.fork()
-    if pid == 0:
-        for where, name in ((HF, "save_file"), (os, "chmod"), (os, "fsync"), (os, "replace")):
-            setattr(where, name, deadly(getattr(where, name), name == "save_file"))
-        save(2.0, folder)
-        os._exit(0)
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    print(die_at, status)
-    if status == 0: break
-"""
-
-
-@pytest.mark.slow
-def test_weights_survive_a_kill_during_a_save(tmp_path):
-    """kill -9 with the file half written, and at each later call: the folder loads, all weights old
-    or all new."""
-    done, outcomes = run("-c", SAVE_AND_DIE, tmp_path), []
-    for line in done.stdout.splitlines():
-        die_at, status = line.split()
-        (value,) = {p.unique().item() for p in HF.load_checkpoint(tmp_path / die_at).parameters()}
-        outcomes.append((int(status), value))
-    assert {(-9, 1.0), (-9, 2.0)} < set(outcomes) and outcomes[-1] == (0, 2.0), done.stderr
+    refused = {("refused", False)} if theta == 77.0 else set()
+    assert seen == {("old", False), ("new", False), ("new", True), *refused}
 
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
@@ -1924,16 +1868,16 @@ class BadFolder:
 
     def __init__(self, folder):
         self.folder, self.config = folder, folder / "config.json"
-        self.weights, self.index = folder / "model.safetensors", folder / f"{HF_INDEX}"
+        self.weights = folder / "model.safetensors"
+        self.index = folder / "model.safetensors.index.json"
         self.shards = sorted(folder.glob("model-*.safetensors"))
 
-    def tensors(self, path=None, **changes):
-        path = path or self.weights
-        changed = load_file(path) | changes
-        save_file({name: x for name, x in changed.items() if x is not None}, path)
+    def tensors(self, **changes):
+        changed = load_file(self.weights) | changes
+        save_file({name: x for name, x in changed.items() if x is not None}, self.weights)
 
     def point(self, name, file):
-        text = json.loads(self.index.read_text()) if self.index.exists() else {"weight_map": {}}
+        text = json.loads(self.index.read_text())
         text["weight_map"][name] = file
         self.index.write_text(json.dumps(text))
 
@@ -1943,30 +1887,16 @@ class BadFolder:
         for source, target in ((a, spare), (b, a), (spare, b)):
             source.rename(target)
 
-    def tensor_in_two_shards(self):
-        a, b, *_ = self.shards
-        name = next(iter(load_file(a)))
-        self.tensors(b, **{name: load_file(a)[name]})
-        self.point(name, b.name)
-
-    def index_outside(self, target, name):
-        self.weights.rename(target)
-        self.point(Q_PROJ, name)
-
     def index_only(self, text):
-        self.weights.unlink()
+        self.weights.rename(self.folder.parent / "x.safetensors")
         self.index.write_text(text)
 
 
-HF_INDEX = "model.safetensors.index.json"
 AGAIN = "download the shards again"
 BAD_FOLDERS = {
     "no folder": (lambda f: shutil.rmtree(f.folder), "ckpt.*folder"),
     "no config": (lambda f: f.config.unlink(), "config.json"),
-    "half a config": (
-        lambda f: f.config.write_text(f.config.read_text()[:60]),
-        "config.json.*JSON",
-    ),
+    "half a config": (lambda f: f.config.write_text('{"a":'), "config.json.*JSON"),
     "deep config": (lambda f: f.config.write_text('{"a":' * 100_000), "config.json.*JSON"),
     "no object": (lambda f: f.config.write_text("[1, 2]"), "config.json"),
     "missing field": (
@@ -1986,11 +1916,6 @@ BAD_FOLDERS = {
         lambda f: f.weights.write_bytes(f.weights.read_bytes()[:-100]),
         "model.safetensors.*truncated",
     ),
-    "truncated in the header": (
-        lambda f: f.weights.write_bytes(f.weights.read_bytes()[:30]),
-        "model.safetensors.*truncated",
-    ),
-    "empty weights": (lambda f: f.weights.write_bytes(b""), "model.safetensors"),
     "missing tensor": (lambda f: f.tensors(**{Q_PROJ: None}), f"missing.*{Q_PROJ}"),
     "unexpected tensor": (lambda f: f.tensors(surprise=torch.ones(2)), "unexpected.*surprise"),
     "wrong shape": (lambda f: f.tensors(**{Q_PROJ: torch.ones(3, 5)}), r"q_proj.*\[3, 5\]"),
@@ -1999,16 +1924,8 @@ BAD_FOLDERS = {
         "I8.*known",
     ),
     "index outside": (
-        lambda f: f.index_outside(f.folder.parent / "x.safetensors", "../x.safetensors"),
-        "index.json.*../x.safetensors",
-    ),
-    "index absolute": (
-        lambda f: f.index_outside(f.folder / "x.safetensors", f"{f.folder}/x.safetensors"),
-        "index.json.*outside",
-    ),
-    "index names nothing": (
-        lambda f: f.index_only(json.dumps({"weight_map": {Q_PROJ: "gone.safetensors"}})),
-        "gone.safetensors",
+        lambda f: f.index_only(json.dumps({"weight_map": {Q_PROJ: "../x.safetensors"}})),
+        "outside.*../x.safetensors",
     ),
     "index broken": (lambda f: f.index_only('{"weight_map": '), "index.json"),
     "shards swapped": (lambda f: f.swap_shards(), AGAIN),
@@ -2016,7 +1933,6 @@ BAD_FOLDERS = {
         lambda f: f.point("surprise", f.shards[0].name),
         f"surprise.*{AGAIN}|{AGAIN}.*surprise",
     ),
-    "shards: tensor in two": (lambda f: f.tensor_in_two_shards(), AGAIN),
     "shards: name of two lines": (lambda f: f.point("a", "b\nc"), r"missing files: 'b\\nc'"),
     "shards: one is missing": (lambda f: f.shards[1].unlink(), "lists missing files"),
     "tied: the head differs": (
@@ -2039,34 +1955,10 @@ def test_weights_of_a_bad_folder_are_refused(fault, tmp_path, capsys):
     assert error.count("\n") == 1 and str(tmp_path) in error and re.search(words, error), error
 
 
-@pytest.mark.slow
-def test_weights_and_model_alone_in_an_empty_folder(tmp_path):
-    """Copied into an empty folder, model.py imports, builds and runs; together with
-    huggingface/weights.py it saves and loads."""
-    shutil.copy(REPO / "model.py", tmp_path)
-    code = """
-import sys, torch, model as M
-m = M.Transformer(M.CONFIGS["draft"]).eval()
-tokens = torch.randint(0, 4096, (1, 9))
-logits = m(tokens)
-import weights as HF
-HF.save_checkpoint(m, "x")
-assert torch.equal(logits, HF.load_checkpoint("x")(tokens))
-print("ran", {"generate", "train", "triton"} & set(sys.modules) or "alone")
-"""
-    env = {"PYTHONPATH": str(tmp_path)}
-    done = run("-c", code, cwd=tmp_path, env=env)
-    assert "No module named 'weights'" in done.stderr  # all before that line ran
-    shutil.copy(FILES["weights"], tmp_path)
-    done = run("-c", code, cwd=tmp_path, env=env)
-    assert done.returncode == 0 and done.stdout.strip() == "ran alone", done.stderr
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_weights_pooled_kv_heads_are_means(family, tmp_path, capsys):
+def test_weights_pooled_kv_heads_are_means(tmp_path, capsys):
     """huggingface.convert: with key-value heads that are equal within each group the logits are
     unchanged; in general each head is the mean of its group; tokenizer files are copied."""
-    config = tiny(family=family, n_kv_heads=4, qkv_bias=family == "qwen2")
+    config = tiny(family="qwen2", n_kv_heads=4, qkv_bias=True)
     model = random_model(config)
     equal = copy.deepcopy(model)
     tokens = random_tokens(config, 2, 9)
@@ -2096,26 +1988,6 @@ def test_weights_pooled_kv_heads_are_means(family, tmp_path, capsys):
     for words, bad in refused.items():
         assert CONVERT.main(bad) == 2
         assert re.search(words, capsys.readouterr().err)
-
-
-@pytest.mark.slow
-def test_weights_uptraining_recovers_most_of_what_pooling_lost(tmp_path):
-    """The shipped model with one key-value head in place of two: 60 steps bring the loss more than
-    half of the way back (GQA, section 3.3)."""
-    CONVERT.main([str(SMALL), str(tmp_path / "mqa"), "--kv-heads", "1"])
-    flags = "--steps 60 --seq-len 128 --batch-size 8 --micro-batch-size 8 --lr 1e-3 --device cpu"
-    trained("--init", tmp_path / "mqa", "--out", tmp_path / "run", *flags.split())
-    text = Path(ast.__file__).read_text()[:20000]
-
-    def loss(folder):
-        model, tokenizer = HF.load_checkpoint(folder, "cpu", torch.float32), K.load_tokenizer(SMALL)
-        ids = torch.tensor(tokenizer.encode(text, True)[: 8 * 257]).view(8, 257)
-        with torch.no_grad():
-            return F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).item()
-
-    before, pooled, after = map(loss, (SMALL, tmp_path / "mqa", tmp_path / "run"))
-    assert pooled > before + 0.5
-    assert after < before + 0.5 * (pooled - before)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2382,7 +2254,9 @@ def test_tokenizer_json_that_adds_its_own_bos(text_folders, tmp_path):
 def test_tokenizer_pieces_and_ids_without_a_token(text_folders, tmp_path):
     """Ids past the vocabulary, or in a gap before an added token, decode to nothing. piece() shows
     a token's text, a special token's name, the bytes of a part of a character, an id without a
-    token."""
+    token. DummyTokenizer: bytes in, ids out."""
+    dummy = K.DummyTokenizer(100)
+    assert dummy.encode("aé") == [97, 0xC3 % 100, 0xA9 % 100] and dummy.decode([5, 7]) == "<5><7>"
     write_json(tmp_path, tokenizer_config={"added_tokens_decoder": {"5000": added_token("<new>")}})
     shutil.copy(SMALL / "tokenizer.model", tmp_path)
     tokenizer, text = K.load_tokenizer(tmp_path), "def f():\n  return '🦙'"
@@ -2398,17 +2272,10 @@ def test_tokenizer_pieces_and_ids_without_a_token(text_folders, tmp_path):
         assert tokenizer.piece(size) == f"<{size}>"
 
 
-def test_tokenizer_dummy_prints_ids():
-    """DummyTokenizer, for random weights: bytes in, ids out."""
-    tokenizer = K.DummyTokenizer(100)
-    assert tokenizer.encode("aé") == [97, 0xC3 % 100, 0xA9 % 100]
-    assert tokenizer.decode([5, 7]) == "<5><7>" and tokenizer.piece(5) == "<5>"
-
-
 # ---- Streams ----
 
 
-STREAMED = ["llama3", "qwen", "llama2", "llama2 no prefix", "mistral", "llama2/pieces", SMALL]
+STREAMED = ["qwen", "llama2", "llama2/pieces", SMALL]
 
 
 @pytest.mark.parametrize("name", STREAMED)
@@ -2595,14 +2462,11 @@ BAD_TEMPLATES = [  # chat_template, a regex of the error
     ("{{ dict.update(messages[0], role='system') }}", "has no attribute 'update'"),
     ("{{ ''.__class__.__mro__ }}", "violates the sandbox"),
     ("{{ messages.append(1) }}", "violates the sandbox"),
-    ("{{ messages[0].update(role='system') }}", "violates the sandbox"),
     ("{{ messages | attr('__class__') }}", "violates the sandbox"),
-    ("{{ messages | map(attribute='__class__') | list }}", "violates the sandbox"),
     ("{{ '{0.__class__.__mro__}'.format(messages) }}", "violates the sandbox"),
     ("{{ namespace(__class__=1) }}", "violates the sandbox"),
     ("{% set ns = namespace() %}{% set ns.__init__ = 1 %}", "violates the sandbox"),
     ("{% generation %}{{ self.__init__ }}{% endgeneration %}", "violates the sandbox"),
-    ("{{ messages['__class__'] }}", "violates the sandbox"),
 ]
 
 
@@ -2645,7 +2509,6 @@ BAD_FILES = [  # file, content (None: a link to a missing file), a regex of the 
     ("tokenizer.model", POINTER, "git lfs pull"),
     ("tokenizer.json", {"model_type": "llama"}, "it is other JSON"),
     ("tokenizer.json", b'{"version": "1.0", "mod', "truncated"),
-    ("tokenizer.json", PIECES[:1000], "copy it again"),
     ("tokenizer_config.json", [1], "not a JSON object"),
     ("tokenizer_config.json", b"\xff", "copy it again"),
     ("tokenizer_config.json", b"[" * 100_000, "copy it again"),
@@ -2666,7 +2529,7 @@ BAD_FILES = [  # file, content (None: a link to a missing file), a regex of the 
     ("added_tokens.json", {"<a>": -4}, "an integer"),
     *(
         ("generation_config.json", {"eos_token_id": value}, "eos_token_id must be")
-        for value in ("2", [1, None], True)
+        for value in ("2", [1, None])
     ),
 ]
 
@@ -2700,17 +2563,6 @@ def test_tokenizer_eos_ids_of_config_and_generation_config(tmp_path):
         folder = write_json(tmp_path, generation_config={"eos_token_id": value})
         assert K.eos_ids(folder, (2,)) == ids
     assert K.eos_ids(write_json(tmp_path, generation_config={}), ()) == ()
-
-
-def test_tokenizer_py_alone_in_a_folder(tmp_path):
-    """Copied into an empty folder, tokenizer.py checks itself, and imports no optional library."""
-    shutil.copy(FILES["tokenizer"], tmp_path)
-    heavy = "{'torch', 'transformers', 'sentencepiece', 'tokenizers', 'jinja2'}"
-    main = "runpy.run_path('tokenizer.py', run_name='__main__')"
-    done = run(
-        "-c", f"import runpy, sys; {main}; assert not {heavy} & {{*sys.modules}}", cwd=tmp_path
-    )
-    assert done.returncode == 0 and "us per token" in done.stdout, done.stderr
 
 
 # --------------------------------------------------------------------------------------------------
@@ -3042,7 +2894,7 @@ def named_case(name: str) -> dict:
 CASE_NAMES = [*map(str, range(0, FUZZ, 4)), *CORNERS]
 PLAIN = [partial(A.chunked_attention, chunk=n) for n in (7, 16)]
 PLAIN += [partial(A.online_attention, chunk=7), A.flash_attention]
-SLOW_SEEDS = [pytest.param(str(n), marks=pytest.mark.slow) for n in range(10, 100)]
+SLOW_SEEDS = [pytest.param(str(n), marks=pytest.mark.slow) for n in range(20, 60)]
 
 
 @pytest.mark.parametrize("name", CASE_NAMES)
@@ -3119,7 +2971,7 @@ DECODE_CORNERS = dict(
 
 
 @pytest.mark.parametrize(
-    "name", one_in(2, [*map(str, range(20)), *DECODE_CORNERS, *SLOW_SEEDS[10:30]])
+    "name", one_in(2, [*map(str, range(20)), *DECODE_CORNERS, *SLOW_SEEDS[:20]])
 )
 def test_attention_decode_equals_the_reference(name, monkeypatch):
     """Split-KV decoding over ragged caches, with kernels and without; a sink counts once for any
@@ -3180,7 +3032,7 @@ def test_attention_fuzzing_detects_mistakes(mistake):
     found, change = [], MISTAKES[mistake]
     for p in map(draw, range(FUZZ)):
         leaves, flags, _ = build(p)
-        if len(found) < 40 and change(p, leaves | flags):
+        if len(found) < 16 and change(p, leaves | flags):
             spoiled = lambda **a: A.attention_reference(**a | change(p, a))
             try:
                 check(A.attention_reference, p, spoiled)
@@ -3255,9 +3107,9 @@ def test_attention_merged_partial_attention_equals_the_whole(packed):
     weights = normal(*lead, T, 2, 16), normal(*lead, 2, T, dtype=torch.float32)
 
     def part(q, k, v, a=0, b=S, **more):
-        ends = dict(cu_seqlens_q=int32(0, T), cu_seqlens_k=int32(0, b - a)) if packed else {}
-        k, v = k[..., a:b, :, :], v[..., a:b, :, :]
-        return A.flash_attention(q, k, v, causal=False, bias=bias[:, a:b], **ends, return_lse=True)
+        flags = dict(causal=False, bias=bias[:, a:b], return_lse=True)
+        flags |= dict(cu_seqlens_q=int32(0, T), cu_seqlens_k=int32(0, b - a)) if packed else {}
+        return A.attention_reference(q, k[..., a:b, :, :], v[..., a:b, :, :], **flags)
 
     def merged(q, k, v, **more):
         parts = [part(q, k, v, a, b) for a, b in ((0, 7), (7, 30), (30, S))]
@@ -3278,17 +3130,19 @@ def test_attention_nan_stays_in_its_packed_sequence():
     assert bitwise_equal(*found) and found[0]["dk"].any()
 
 
-@pytest.mark.parametrize("wanted", ["q", "sinks", "k bias"])
-def test_attention_gradients_of_each_subset_of_inputs(wanted):
+def test_attention_gradients_of_each_subset_of_inputs():
     """A tensor's gradient is the same whichever other gradients are required."""
-    leaves, flags, weights = build(case(**BUSY, bias=[True, True, True]))
+    leaves, flags, weights = build(case(**BUSY, bias=[True, True, True], sizes=[(20, 20)]))
     full = outcome(A.flash_attention, leaves, flags, weights)
-    kept = {name: leaves.pop(name) for name in wanted.split()}
-    got = outcome(A.flash_attention, kept, flags | leaves, weights)
-    assert all(error(got[name], full[name]) <= 1e-6 for name in got) and len(got) == 2 + len(kept)
+    for wanted in ("q", "sinks", "k bias"):
+        kept = {name: leaves[name] for name in wanted.split()}
+        rest = {name: x for name, x in leaves.items() if name not in kept}
+        got = outcome(A.flash_attention, kept, flags | rest, weights)
+        assert all(error(got[name], full[name]) <= 1e-6 for name in got)
+        assert len(got) == 2 + len(kept)
 
 
-@pytest.mark.parametrize("T, n_splits", [(1, 1), (1, 8), (3, 5)])
+@pytest.mark.parametrize("T, n_splits", [(1, 1), (3, 5)])
 def test_attention_decode_is_batch_invariant(T, n_splits):
     """A row gives the same bits alone, in a batch, and in a batch of another order."""
     rows, lengths = qkv(T, 53, 3, heads=2, kv_heads=1), int32(53, 7, 30)
@@ -3312,23 +3166,9 @@ def test_attention_sparse_blocks(n_q, n_k, local, global_, stride):
         want = abs(qb - kb) < local or kb < global_ or qb < global_
         want = want or stride > 0 and (qb - kb) % stride == 0
         assert got[row, kb].item() == want, (row, kb)
-    i, j, causal = (
-        4 * torch.arange(n_q) + 4 * (n_k - n_q),
-        4 * torch.arange(n_k) + 3,
-        got.tril(n_k - n_q),
-    )
-    spec = M.SparseBlocks(4, local, global_, stride)
-    assert torch.equal(spec.mask(i, j).tril(n_k - n_q), causal)
-
-
-@pytest.mark.parametrize("lengths", [(3, 1, 4), (5,), (2, 0, 3)], ids=str)
-def test_attention_pack(lengths):
-    """pack concatenates sequences, with positions that restart at 0 and their cu_seqlens."""
-    sequences = [list(range(10 * n, 10 * n + n)) for n in lengths]
-    tokens, positions, ends = A.pack([torch.tensor(s, dtype=torch.long) for s in sequences])
-    assert tokens.tolist() == [sum(sequences, [])]
-    assert positions.tolist() == [i for n in lengths for i in range(n)]
-    assert ends.tolist() == [0, *accumulate(lengths)] and ends.dtype == torch.int32
+    i, j = 4 * torch.arange(n_k - n_q, n_k), 4 * torch.arange(n_k) + 3
+    mask = M.SparseBlocks(4, local, global_, stride).mask(i, j)
+    assert torch.equal(mask.tril(n_k - n_q), got.tril(n_k - n_q))
 
 
 needs_fp8 = pytest.mark.skipif(
@@ -3342,7 +3182,7 @@ def test_attention_fp8_error():
     that nothing was rounded. With outlier channels the Hadamard rotation at least halves it."""
 
     def fp8_error(outlier: float, causal=True, **flags) -> float:
-        q, k, v = qkv(160, 160, 1, heads=2, kv_heads=1, D=64, dtype=torch.float16)
+        q, k, v = qkv(96, 96, 1, heads=2, kv_heads=1, D=64, dtype=torch.float16)
         for x in (q, k):
             x[..., [3, 17]] *= outlier
         got = A.flash_attention_fp8(q, k, v, causal=causal, **flags)
@@ -3357,42 +3197,21 @@ def test_attention_fp8_error():
         close(h.abs(), torch.full((D, D), D**-0.5).double(), 1e-6)
 
 
-@needs_fp8
-@pytest.mark.slow
-def test_attention_fp8_blocks_and_rotation_beat_one_scale(monkeypatch):
-    """On FlashAttention-3's data with outliers (section 4.3), N(0, 1) + Bernoulli(0.001) N(0, 100),
-    the error is below that with one scale per tensor and no rotation (0.053 and 0.066)."""
-
-    def sample(i):
-        outlier = torch.rand(1, 512, 2, 64, generator=seeded(i + 9)) < 1e-3
-        return normal(1, 512, 2, 64, rng=seeded(i), dtype=torch.float32) + 10 * (
-            normal(1, 512, 2, 64, rng=seeded(i + 5), dtype=torch.float32) * outlier.to(DEVICE)
-        )
-
-    def one_scale(x, **_):
-        scale = x.float().abs().amax() / 448
-        shape = len(x), x.shape[2], -(-x.shape[1] // A.FP8_BLOCK)
-        return (x.float() / scale).to(E4M3), scale.expand(shape).contiguous()
-
-    states = [sample(i) for i in range(3)]
-    exact = A.attention_reference(*(x.double() for x in states))
-    off = lambda **flags: relative(A.flash_attention_fp8(*states, **flags).double(), exact)
-    with_blocks = off()
-    monkeypatch.setattr(A, "quantize_blocks", one_scale)
-    assert with_blocks < 0.85 * off(hadamard=False)
-
-
 FP8_QUANTIZED = [(130, 64, True, False), (257, 32, False, True), (9, 8, True, True)]
 
 
 @needs_fp8
 @pytest.mark.parametrize("T, D, hadamard, transposed", FP8_QUANTIZED)
 def test_attention_fp8_kernel_quantizes_like_plain_torch(T, D, hadamard, transposed):
-    """Scales are equal, values too up to rounding; transposed only changes the layout; rows past
-    the end are not read. The interpreter halves values that are rounded up to a power of two."""
+    """Scales, which map the largest value of 128 rows to 448, are equal, values too up to rounding;
+    transposed only changes the layout; rows past the end are not read. The interpreter halves
+    values that are rounded up to a power of two."""
     x = 3 * normal(2, T, 3, D).transpose(0, 1).contiguous().transpose(0, 1)[:, : T - 1]
     got, scale = A._quantize(x, hadamard, transposed)
     want, want_scale = A.quantize_blocks(x.cpu().float(), hadamard=hadamard)
+    rotated = x.cpu().float() @ A.hadamard_matrix(D) if hadamard else x.cpu().float()
+    blocks = [block.abs().amax((1, 3)) / 448 for block in rotated.split(128, 1)]
+    close(want_scale, torch.stack(blocks, -1), 1e-5)
     close(scale.cpu(), want_scale, 1e-5)
     got8, want8 = got.cpu().float(), want.float()
     step = torch.maximum(want8.abs() / 8, torch.tensor(2.0**-9))  # between values of e4m3
@@ -3451,15 +3270,15 @@ def test_attention_only_visible_tiles_are_computed(monkeypatch):
             o.sum().backward()
         return len(calls)
 
-    assert count(128, causal=False) == 64 and count(128) == 8 * 9 // 2
-    for n in (8, 16):  # tiles of queries; a window of 17 needs one more tile of keys
+    assert count(64, causal=False) == 16 and count(64) == 4 * 5 // 2
+    for n in (4, 8):  # tiles of queries; a window of 17 needs one more tile of keys
         assert count(16 * n, window=17) == 2 * n - 1
         assert count(16 * n, window=17, grad=True) == 2 * (2 * n - 1)
-    assert count(128, cu_seqlens_q=int32(0, 32, 80, 128)) == 3 + 6 + 6
-    visit = A.sparse_blocks(4, 4, local=1, global_=1).tril().to(DEVICE)
+    assert count(80, cu_seqlens_q=int32(0, 32, 80)) == 3 + 6
+    visit = A.sparse_blocks(3, 3, local=1, global_=1).tril().to(DEVICE)
     visited, mask = int(visit.sum()), A.BlockMask(visit, 32)  # blocks of four tiles each
-    assert count(128, block_mask=mask) == 4 * visited
-    assert count(128, block_mask=mask, grad=True) == 8 * visited
+    assert count(96, block_mask=mask) == 4 * visited
+    assert count(96, block_mask=mask, grad=True) == 8 * visited
 
 
 FIXED_MAX_CASES = [  # sign of outliers, at which of 128 keys, splits computed exactly
@@ -9452,8 +9271,14 @@ for ids, output in zip(prompts, engine.generate(prompts, params), strict=True):
         ids = [*ids, int(target(torch.tensor([ids]))[0, -1].argmax())]
     assert output.token_ids == ids[-8:], (output, ids)
 """  # greedy decoding's text
+TOKENIZER = """
+import runpy, sys
+runpy.run_path("tokenizer.py", run_name="__main__")
+assert not {"transformers", "sentencepiece", "tokenizers", "jinja2"} & {*sys.modules}
+"""  # no optional library
 # files, a check or a script ("": the program), whether Triton is there, regex of the output
 ALONE = [
+    ("tokenizer", TOKENIZER, "installed", "us per token"),
     ("quantize", "check('cpu')", "installed", ""),
     ("attention", "", "missing", ERROR_AND_TIMES),
     ("paged_kv+model", ENGINE, "installed", ""),
@@ -35603,15 +35428,11 @@ def test_train_moe_expert_parallelism_equals_one_process(
 
 ATTENTION_IN = {  # name -> (config, how many tokens MLA absorbs at once)
     "gqa": (tiny(), 1),
-    "windows": (tiny(windows=(4, None, 7)), 1),
-    "alibi": (tiny(alibi=True), 1),
     "alibi and windows": (tiny(alibi=True, windows=(5, None, 3)), 1),
-    "q norm": (tiny(qk_norm=True, n_kv_heads=1), 1),
-    "convolved": (tiny(qk_conv=3), 1),
+    "convolved": (tiny(qk_conv=3, qk_norm=True, n_kv_heads=1), 1),
     "sparse": (tiny(sparse_layers=(0, 2), sparse_blocks=(4, 1, 1, 3)), 1),
     "sparse latent": (latent(sparse_layers=(0, 1), sparse_blocks=(4, 2, 0, 0)), 1),
     "latent": (latent(), 0),
-    "latent absorbs 1": (latent(), 1),
     "latent absorbs 9": (latent(), 9),
 }
 attention_in_each = pytest.mark.parametrize(
@@ -35716,9 +35537,9 @@ def test_attention_in_a_cache_equals_cache_attend(config, absorb_up_to, steps, m
 @pytest.mark.parametrize(
     "config, n",
     [
-        (tiny(alibi=True, windows=(5, None, 3)), 9),
-        (latent(), 9),
-        (tiny(sparse_layers=(0, 2), sparse_blocks=(16, 1, 0, 0)), 36),
+        (tiny(alibi=True, windows=(5, None), n_layers=2), 9),
+        (latent(n_layers=1, moe_layers=()), 9),
+        (tiny(sparse_layers=(0,), sparse_blocks=(16, 1, 0, 0), n_layers=1), 36),
     ],
 )
 def test_attention_in_the_model_with_kernels(config, n):
@@ -35877,9 +35698,7 @@ def test_layout_sequence_parallel_keeps_the_formula_over_t(tmp_path):
     """Korthikanti et al., arXiv:2205.05198, 4.2.2: all bytes that a block keeps are divided by the
     ranks, the gathered inputs of attention and MLP among them."""
     want, _ = rc_costs(64, 48, 8, 4, 16, 64)["none"]
-    for world in (2, 4):
-        got = run_on_ranks(tmp_path / str(world), {"bytes": sp_saved}, world)["bytes"]
-        assert got == [want / world] * world
+    assert run_on_ranks(tmp_path, {"bytes": sp_saved})["bytes"] == [want / 4] * 4
 
 
 def test_layout_mesh_order(tmp_path):
