@@ -391,13 +391,10 @@ def chat_folder(tmp_path: Path, template: str | None = CHATML) -> Path:
     return tmp_path / "chat"
 
 
-def ask(
-    chat: CHAT.Chat, line: str, n: int = 12, stop=(), params=GREEDY, limit: int = 400
-) -> tuple[int, int, str]:  # fmt: skip
+def ask(chat, line, n=12, stop=(), params=GREEDY, limit=400) -> tuple[int, int, str]:
     """(tokens in the prompt, how many of them were cached, the reply)."""
-    row = G.Continuation(
-        chat.tokenizer, K.TextStream(chat.tokenizer), K.StopStrings(stop), (2,), lambda text: None
-    )
+    tokenizer, stops = chat.tokenizer, K.StopStrings(stop)
+    row = G.Continuation(tokenizer, K.TextStream(tokenizer), stops, (2,), lambda text: None)
     steps = chat.ask(line, params, n, row, limit)
     cached = next(steps)
     prompt = len(chat.encode_turn(line)[1])
@@ -444,8 +441,7 @@ def trained(*argv) -> None:
 @pytest.fixture(scope="module")
 def finished(corpus, tiny_config, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "whole"
-    done = run(*train_argv(corpus, tiny_config, out))
-    assert done.returncode == 0, done.stderr
+    trained(*train_argv(corpus, tiny_config, out)[1:])
     return out
 
 
@@ -992,27 +988,23 @@ Sections add rows; test_bad_input_is_refused at the end of the file runs them al
 # --------------------------------------------------------------------------------------------------
 
 
-def run_in_chunks(model, tokens, chunks, cache, per_row=False) -> torch.Tensor:
+def run_in_chunks(model, tokens, chunks, cache) -> torch.Tensor:
     """Logits of the tokens, `chunks` of them at a time, through the cache's attend."""
     parts, start = [], 0
     for n in chunks:
         positions = torch.arange(start, start + n)
-        positions = positions.expand(len(tokens), n) if per_row else positions
         parts.append(model(tokens[:, start : start + n], positions, cache.attend))
         start += n
-        assert cache.length == start
     return torch.cat(parts, 1)
 
 
-@pytest.mark.parametrize("per_row", [False, True])
-def test_model_in_chunks_with_a_cache_equals_one_forward(per_row):
+def test_model_in_chunks_with_a_cache_equals_one_forward():
     """Chunked prefill and decode through KVCache == one full forward; its tensors stay in place,
     and a token past its end is an IndexError."""
     model, tokens = random_model(tiny()), random_tokens(tiny(), 2, 40)
     cache = M.KVCache(tiny(), 2, 40)
     before = [t.data_ptr() for t in (*cache.k, *cache.v, cache.end)]
-    got = run_in_chunks(model, tokens, [7, 1, 20, 12], cache, per_row=per_row)
-    close(got, model(tokens), 1e-5)
+    close(run_in_chunks(model, tokens, [7, 1, 20, 12], cache), model(tokens), 1e-5)
     assert before == [t.data_ptr() for t in (*cache.k, *cache.v, cache.end)]
     with pytest.raises(IndexError):
         model(tokens[:, :1], torch.tensor([40]), cache.attend)
@@ -1173,7 +1165,6 @@ def test_model_cross_attention(monkeypatch):
         step = model(tokens[:, i : i + 1], torch.tensor([i]), cache.attend, source=kv)
         close(step, full[:, i : i + 1], 1e-4)
     assert calls == [0, 2]
-    assert (model(tokens, source=model.source_kv(source[:, :12])) - full).abs().min(1)[0].max() > 0
     with pytest.raises(ValueError, match="cross_attention_layers requires.*source"):
         model(tokens)
     with pytest.raises(ValueError, match="generate.py has no source"):
@@ -1333,25 +1324,14 @@ def test_family_multi_token_prediction_equals_transformers(tmp_path):
     assert loaded.config.n_mtp_layers == 0 and torch.equal(loaded(tokens), model(tokens))
 
 
-def test_family_alibi_equals_transformers_with_its_bias_as_a_mask():
-    """ALiBi == transformers' Llama with all positions 0 (no rotation) and the bias of BLOOM's own
-    formula as an additive mask, also past max_seq_len."""
+@pytest.mark.parametrize("heads", [4, 6])
+def test_family_alibi_slopes_equal_transformers(heads):
+    """Those of BLOOM, also for a number of heads that is no power of two."""
     transformers()
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
-    heads = 6  # no power of two: the slopes of four heads, and others between them
-    config = tiny(dim=96, n_heads=heads, alibi=True, family="sheaf", max_seq_len=16)
-    model, tokens = random_model(config), random_tokens(config, 2, 50)
-    shape = SHAPE | dict(hidden_size=96, num_attention_heads=heads, head_dim=16)
-    hf_model = transformers().LlamaForCausalLM(transformers().LlamaConfig(**shape)).eval()
-    with torch.no_grad():
-        hf_model.load_state_dict(HF.hf_tensors(model))
-        bias = build_alibi_tensor(torch.ones(1, 50), heads, torch.float32).view(1, heads, 1, 50)
-        mask = torch.full((50, 50), -1e30).triu(1) + bias  # softmax ignores slope * i
-        positions = torch.zeros(2, 50).long()
-        mask = mask.expand(2, -1, -1, -1)
-        expected = hf_model(tokens, attention_mask=mask, position_ids=positions).logits
-        assert relative(model(tokens), expected) <= 1e-4
+    bias = build_alibi_tensor(torch.ones(1, 2), heads, torch.float32)  # of keys 0 and 1
+    close(M.alibi_slopes(heads), bias[:, 0, 1], 1e-6)
 
 
 def test_family_sheaf_saves_every_field(tmp_path):
@@ -1377,68 +1357,60 @@ def test_family_sheaf_saves_every_field(tmp_path):
         M.ModelConfig.from_hf(hf | {"config": {"dim": 48, "n_layers": 3, "n_heads": 4}})
 
 
-# Published config.json files: name, published number of parameters, and the file, less what
-# transformers writes into all of them.
+# Published config.json files: name, published number of parameters, and the file, less what most
+# of them say.
 PUBLISHED_BY_ALL = dict(attention_dropout=0.0, hidden_act="silu", initializer_range=0.02)
 PUBLISHED_BY_ALL |= dict(torch_dtype="bfloat16", transformers_version="4.43.0", use_cache=True)
+PUBLISHED_BY_ALL |= dict(architectures=["X"], attention_bias=False, pretraining_tp=1)
+PUBLISHED_BY_ALL |= dict(tie_word_embeddings=False, rms_norm_eps=1e-6, bos_token_id=1)
 PUBLISHED = {}
 for text in """\
-llama-1-7b 6738415616 {"architectures": ["LLaMAForCausalLM"], "bos_token_id": 0, "eos_token_id":
-1, "hidden_size": 4096, "intermediate_size": 11008, "max_sequence_length": 2048, "model_type":
-"llama", "num_attention_heads": 32, "num_hidden_layers": 32, "pad_token_id": -1, "rms_norm_eps":
-1e-06, "torch_dtype": "float16", "transformers_version": "4.27.0.dev0", "vocab_size": 32000}
+llama-1-7b 6738415616 {"bos_token_id": 0, "eos_token_id": 1, "hidden_size": 4096,
+"intermediate_size": 11008, "max_sequence_length": 2048, "model_type": "llama",
+"num_attention_heads": 32, "num_hidden_layers": 32, "pad_token_id": -1, "torch_dtype": "float16",
+"vocab_size": 32000, "tie_word_embeddings": null, "attention_bias": null}
 
-llama-3.2-1b 1235814400 {"architectures": ["LlamaForCausalLM"], "attention_bias": false,
-"bos_token_id": 128000, "max_position_embeddings": 131072, "mlp_bias": false, "model_type":
-"llama", "num_attention_heads": 32, "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps":
+llama-3.2-1b 1235814400 {"bos_token_id": 128000, "max_position_embeddings": 131072, "mlp_bias":
+false, "model_type": "llama", "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps":
 1e-05, "rope_theta": 500000.0, "tie_word_embeddings": true, "vocab_size": 128256, "hidden_size":
 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64, "eos_token_id": 128001,
 "rope_scaling": {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
 "original_max_position_embeddings": 8192, "rope_type": "llama3"}}
 
-mistral-7b-v0.1 7241732096 {"architectures": ["MistralForCausalLM"], "bos_token_id": 1,
-"eos_token_id": 2, "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings":
-32768, "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 32,
-"num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096,
-"tie_word_embeddings": false, "transformers_version": "4.34.0.dev0", "vocab_size": 32000}
+mistral-7b-v0.1 7241732096 {"eos_token_id": 2, "hidden_size": 4096, "intermediate_size": 14336,
+"max_position_embeddings": 32768, "model_type": "mistral", "num_attention_heads": 32,
+"num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 10000.0,
+"sliding_window": 4096, "transformers_version": "4.34.0.dev0", "vocab_size": 32000}
 
-qwen2.5-7b 7615616512 {"architectures": ["Qwen2ForCausalLM"], "bos_token_id": 151643,
-"eos_token_id": 151645, "hidden_size": 3584, "intermediate_size": 18944,
-"max_position_embeddings": 32768, "max_window_layers": 28, "model_type": "qwen2",
-"num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps":
-1e-06, "rope_theta": 1000000.0, "sliding_window": 131072, "tie_word_embeddings": false,
-"use_sliding_window": false, "vocab_size": 152064}
+qwen2.5-7b 7615616512 {"bos_token_id": 151643, "eos_token_id": 151645, "hidden_size": 3584,
+"intermediate_size": 18944, "max_position_embeddings": 32768, "max_window_layers": 28, "model_type":
+"qwen2", "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4, "rope_theta":
+1000000.0, "sliding_window": 131072, "use_sliding_window": false, "vocab_size": 152064}
 
-qwen3-8b 8190735360 {"architectures": ["Qwen3ForCausalLM"], "attention_bias": false,
-"bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128, "hidden_size": 4096,
-"intermediate_size": 12288, "max_position_embeddings": 40960, "max_window_layers": 36,
-"model_type": "qwen3", "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads":
-8, "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 1000000, "sliding_window": null,
-"tie_word_embeddings": false, "use_sliding_window": false, "vocab_size": 151936}
+qwen3-8b 8190735360 {"bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128, "hidden_size":
+4096, "intermediate_size": 12288, "max_position_embeddings": 40960, "max_window_layers": 36,
+"model_type": "qwen3", "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8,
+"rope_scaling": null, "rope_theta": 1000000, "sliding_window": null, "use_sliding_window": false,
+"vocab_size": 151936}
 
-mixtral-8x7b 46702792704 {"architectures": ["MixtralForCausalLM"], "bos_token_id": 1,
-"eos_token_id": 2, "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings":
-32768, "model_type": "mixtral", "num_attention_heads": 32, "num_experts_per_tok": 2,
-"num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8, "output_router_logits":
-false, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02,
-"sliding_window": null, "tie_word_embeddings": false, "vocab_size": 32000}
+mixtral-8x7b 46702792704 {"eos_token_id": 2, "hidden_size": 4096, "intermediate_size": 14336,
+"max_position_embeddings": 32768, "model_type": "mixtral", "num_attention_heads": 32,
+"num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8,
+"output_router_logits": false, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0,
+"router_aux_loss_coef": 0.02, "sliding_window": null, "vocab_size": 32000}
 
-qwen3-30b-a3b 30532122624 {"architectures": ["Qwen3MoeForCausalLM"], "attention_bias": false,
-"bos_token_id": 151643, "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128,
-"hidden_size": 2048, "intermediate_size": 6144, "max_position_embeddings": 40960,
-"max_window_layers": 48, "mlp_only_layers": [], "model_type": "qwen3_moe",
-"moe_intermediate_size": 768, "norm_topk_prob": true, "num_attention_heads": 32, "num_experts":
-128, "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4,
-"output_router_logits": false, "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta":
-1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": null, "tie_word_embeddings": false,
+qwen3-30b-a3b 30532122624 {"bos_token_id": 151643, "decoder_sparse_step": 1, "eos_token_id": 151645,
+"head_dim": 128, "hidden_size": 2048, "intermediate_size": 6144, "max_position_embeddings": 40960,
+"max_window_layers": 48, "mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size":
+768, "norm_topk_prob": true, "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok":
+8, "num_hidden_layers": 48, "num_key_value_heads": 4, "output_router_logits": false, "rope_scaling":
+null, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": null,
 "use_sliding_window": false, "vocab_size": 151936}
 
-deepseek-v2 235741434880 {"attention_bias": false, "auto_map": {"AutoConfig": "x"},
-"aux_loss_alpha": 0.001, "bos_token_id": 100000, "eos_token_id": 100001, "ep_size": 1,
-"kv_lora_rank": 512, "moe_layer_freq": 1, "pretraining_tp": 1, "qk_nope_head_dim": 128,
-"qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_theta": 10000, "seq_aux": true,
-"tie_word_embeddings": false, "v_head_dim": 128, "architectures": ["DeepseekV2ForCausalLM"],
-"first_k_dense_replace": 1, "hidden_size": 5120, "intermediate_size": 12288,
+deepseek-v2 235741434880 {"auto_map": {"AutoConfig": "x"}, "aux_loss_alpha": 0.001, "bos_token_id":
+100000, "eos_token_id": 100001, "ep_size": 1, "kv_lora_rank": 512, "moe_layer_freq": 1,
+"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rope_theta": 10000, "seq_aux": true, "v_head_dim":
+128, "first_k_dense_replace": 1, "hidden_size": 5120, "intermediate_size": 12288,
 "max_position_embeddings": 163840, "model_type": "deepseek_v2", "moe_intermediate_size": 1536,
 "n_group": 8, "n_routed_experts": 160, "n_shared_experts": 2, "norm_topk_prob": false,
 "num_attention_heads": 128, "num_experts_per_tok": 6, "num_hidden_layers": 60,
@@ -1447,20 +1419,19 @@ deepseek-v2 235741434880 {"attention_bias": false, "auto_map": {"AutoConfig": "x
 "type": "yarn"}, "routed_scaling_factor": 16.0, "scoring_func": "softmax", "topk_group": 3,
 "topk_method": "group_limited_greedy", "vocab_size": 102400}
 
-deepseek-v3 671026419200 {"attention_bias": false, "auto_map": {"AutoConfig": "x"},
-"aux_loss_alpha": 0.001, "bos_token_id": 0, "eos_token_id": 1, "ep_size": 1, "kv_lora_rank": 512,
-"moe_layer_freq": 1, "pretraining_tp": 1, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
-"rms_norm_eps": 1e-06, "rope_theta": 10000, "seq_aux": true, "tie_word_embeddings": false,
-"v_head_dim": 128, "architectures": ["DeepseekV3ForCausalLM"], "first_k_dense_replace": 3,
-"hidden_size": 7168, "intermediate_size": 18432, "max_position_embeddings": 163840, "model_type":
-"deepseek_v3", "moe_intermediate_size": 2048, "n_group": 8, "n_routed_experts": 256,
-"n_shared_experts": 1, "norm_topk_prob": true, "num_attention_heads": 128, "num_experts_per_tok":
-8, "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
-"q_lora_rank": 1536, "quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3",
-"quant_method": "fp8", "weight_block_size": [128, 128]}, "rope_scaling": {"beta_fast": 32,
-"beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
-"original_max_position_embeddings": 4096, "type": "yarn"}, "routed_scaling_factor": 2.5,
-"scoring_func": "sigmoid", "topk_group": 4, "topk_method": "noaux_tc", "vocab_size": 129280}
+deepseek-v3 671026419200 {"auto_map": {"AutoConfig": "x"}, "aux_loss_alpha": 0.001, "bos_token_id":
+0, "eos_token_id": 1, "ep_size": 1, "kv_lora_rank": 512, "moe_layer_freq": 1, "qk_nope_head_dim":
+128, "qk_rope_head_dim": 64, "rope_theta": 10000, "seq_aux": true, "v_head_dim": 128,
+"first_k_dense_replace": 3, "hidden_size": 7168, "intermediate_size": 18432,
+"max_position_embeddings": 163840, "model_type": "deepseek_v3", "moe_intermediate_size": 2048,
+"n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": true,
+"num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61,
+"num_key_value_heads": 128, "num_nextn_predict_layers": 1, "q_lora_rank": 1536,
+"quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
+"weight_block_size": [128, 128]}, "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40,
+"mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096, "type": "yarn"},
+"routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_group": 4, "topk_method": "noaux_tc",
+"vocab_size": 129280}
 """.split("\n\n"):
     name, size, hf = text.split(maxsplit=2)
     PUBLISHED[name] = PUBLISHED_BY_ALL | json.loads(hf), int(size)
@@ -1469,7 +1440,7 @@ deepseek-v3 671026419200 {"attention_bias": false, "auto_map": {"AutoConfig": "x
 # Keys that fine-tunes, exporters and older libraries add to config.json, without effect.
 FP8_OPTIONS = dict(quant_method="fp8", weight_block_size=[128, 128])
 HARMLESS = {
-    "llama-1-7b": dict(unsloth_version="2024.9", pad_token_id=128004, sliding_window=None),
+    "llama-1-7b": dict(unsloth_version="2024.9", sliding_window=None, rope_parameters={}),
     "llama-3.2-1b": {"rope_interleaved": False, "transformers.js_config": {}, "temperature": 0.6},
     "mistral-7b-v0.1": dict(attention_bias=False, max_length=20, do_sample=False, pruned_heads={}),
     "qwen2.5-7b": dict(use_mrope=False, layer_types=["full_attention"] * 28),
@@ -1478,6 +1449,7 @@ HARMLESS = {
         "quantization_config": FP8_OPTIONS | {"scale_fmt": "ue8m0", "dequantize": False}
     },
 }
+HARMLESS["llama-3.2-1b"]["rope_parameters"] = PUBLISHED["llama-3.2-1b"][0]["rope_scaling"]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -1523,6 +1495,7 @@ BAD_CONFIGS = [  # field of a Llama's config.json, its value, the field that the
     ("model_type", "mamba", "model_type.*mamba.*llama"),
 ]
 BAD_FAMILY_FIELDS = [  # of a published config.json: values that its family does not support
+    ("llama-3.2-1b", "rope_parameters", {"rope_type": "linear", "factor": 4.0}),
     ("deepseek-v2", "topk_method", "noaux_tc"),
     ("deepseek-v2", "scoring_func", "sigmoid"),
     ("deepseek-v2", "norm_topk_prob", True),
@@ -1556,18 +1529,6 @@ REFUSED |= {
         *((name, PUBLISHED[name][0], *row, row[0]) for name, *row in BAD_FAMILY_FIELDS),
     )
 }
-
-
-def test_config_rope_fields_may_not_conflict():
-    """rope_scaling and rope_parameters together: an empty one is ignored, equal ones are accepted,
-    different ones are refused."""
-    linear = {"rope_type": "linear", "factor": 2.0}
-    hf = LLAMA_HF | {"rope_scaling": linear}
-    for parameters in ({}, None, linear):
-        config = M.ModelConfig.from_hf(hf | {"rope_parameters": parameters})
-        assert config.rope_scaling == linear
-    with pytest.raises(ValueError, match="rope_parameters and rope_scaling"):
-        M.ModelConfig.from_hf(hf | {"rope_parameters": linear | {"factor": 4.0}})
 
 
 def test_config_unknown_fields_without_effect_are_one_warning(tmp_path, caplog):
@@ -1646,10 +1607,8 @@ def test_weights_peak_memory_of_loading_is_the_model_plus_one_tensor(tmp_path):
     moe = dict(moe_layers=(0, 2, 3, 4, 5), n_experts=6, n_experts_per_token=2, expert_ffn_dim=2048)
     config = replace(config, ffn_dim=2048, family="qwen3_moe", qk_norm=True, **moe)
     with torch.device("meta"):
-        model = M.Transformer(config).to(torch.bfloat16)
-    model = model.to_empty(device="cpu")
-    for p in model.parameters():
-        p.data.fill_(0.25)
+        model = M.Transformer(config)
+    HF.allocate(model, "cpu", torch.bfloat16)
     size = sum(p.nbytes for p in model.parameters())
     largest = max(t.nbytes for t in HF.hf_tensors(model).values())
     assert size >= 500e6 and largest < 0.08 * size
@@ -1760,17 +1719,14 @@ class BadFolder:
         self.index.write_text(text)
 
 
-AGAIN = "download the shards again"
+AGAIN, OUTSIDE = "download the shards again", '{"weight_map": {"x": "../x.safetensors"}}'
 BAD_FOLDERS = {
     "no folder": (lambda f: shutil.rmtree(f.folder), "ckpt.*folder"),
     "no config": (lambda f: f.config.unlink(), "config.json"),
     "half a config": (lambda f: f.config.write_text('{"a":'), "config.json.*JSON"),
     "deep config": (lambda f: f.config.write_text('{"a":' * 100_000), "config.json.*JSON"),
     "no object": (lambda f: f.config.write_text("[1, 2]"), "config.json"),
-    "missing field": (
-        lambda f: f.config.write_text(f.config.read_text().replace('"vocab_size"', '"x"')),
-        "config.json.*vocab_size",
-    ),
+    "no field": (lambda f: f.config.write_text('{"model_type": "llama"}'), "json.*vocab_size"),
     "no weights": (lambda f: f.weights.unlink(), "model.safetensors"),
     "link to no weights": (lambda f: f.link_to_nothing(f.weights), "safetensors.*No such file"),
     "link to no index": (lambda f: f.link_to_nothing(f.index), "index.json.*No such file"),
@@ -1782,16 +1738,10 @@ BAD_FOLDERS = {
         lambda f: f.tensors(**{Q_PROJ: torch.ones(64, 48, dtype=torch.int8)}),
         "I8.*known",
     ),
-    "index outside": (
-        lambda f: f.index_only(json.dumps({"weight_map": {Q_PROJ: "../x.safetensors"}})),
-        "outside.*../x.safetensors",
-    ),
+    "index outside": (lambda f: f.index_only(OUTSIDE), "outside.*../x.safetensors"),
     "index broken": (lambda f: f.index_only('{"weight_map": '), "index.json"),
     "shards swapped": (lambda f: f.swap_shards(), AGAIN),
-    "shards: index lists a missing tensor": (
-        lambda f: f.point("surprise", f.shards[0].name),
-        f"surprise.*{AGAIN}|{AGAIN}.*surprise",
-    ),
+    "shards: index lists more": (lambda f: f.point("more", f.shards[0].name), f"more.*{AGAIN}"),
     "shards: name of two lines": (lambda f: f.point("a", "b\nc"), r"missing files: 'b\\nc'"),
     "shards: one is missing": (lambda f: f.shards[1].unlink(), "lists missing files"),
     "tied: the head differs": (
@@ -1815,38 +1765,31 @@ def test_weights_of_a_bad_folder_are_refused(fault, tmp_path, capsys):
 
 
 def test_weights_pooled_kv_heads_are_means(tmp_path, capsys):
-    """huggingface.convert: with key-value heads that are equal within each group the logits are
-    unchanged; in general each head is the mean of its group; tokenizer files are copied."""
+    """huggingface.convert: the logits of the model whose key-value heads are the means of their
+    groups; tokenizer files are copied."""
     config = tiny(family="qwen2", n_kv_heads=4, qkv_bias=True)
-    model = random_model(config)
-    equal = copy.deepcopy(model)
-    tokens = random_tokens(config, 2, 9)
-    for layer in equal.layers:
-        for linear in (layer.attention.k_proj, layer.attention.v_proj):
-            for p in linear.parameters():
-                heads = p.data.unflatten(0, (2, 2, 16))
-                heads[:, 1] = heads[:, 0]
-    want = equal(tokens)
-    pooled = CONVERT.pool_kv_heads_(equal, 2)
-    assert pooled.config.n_kv_heads == 2
-    close(pooled(tokens), want, 1e-5)
+    model, tokens = random_model(config), random_tokens(config, 2, 9)
+    kv = [p.data for name, p in model.named_parameters() if re.search(r"\.[kv]_proj", name)]
+    groups = [p.unflatten(0, (2, 2, 16)) for p in kv]
+    for heads in groups:
+        heads[:, 1] = heads[:, 0]
+    want = model(tokens)
+    for heads in groups:
+        change = torch.randn(heads[:, 0].shape)
+        heads[:, 0] += change
+        heads[:, 1] -= change
     HF.save_checkpoint(model, tmp_path / "mha")
     (tmp_path / "mha" / "tokenizer.model").write_text("x")
-    argv = [str(tmp_path / "mha"), str(tmp_path / "gqa"), "--kv-heads"]
-    assert CONVERT.main([*argv, "1"]) == 0
+    mha = str(tmp_path / "mha")
+    convert = lambda out, heads: CONVERT.main([mha, str(tmp_path / out), "--kv-heads", heads])
+    assert convert("gqa", "2") == 0
     assert (tmp_path / "gqa" / "tokenizer.model").read_text() == "x"
-    loaded = HF.load_checkpoint(tmp_path / "gqa")
-    for old, new in zip(model.layers, loaded.layers, strict=True):
-        for name in ("k_proj", "v_proj"):
-            a, b = (getattr(layer.attention, name) for layer in (old, new))
-            for x, y in zip(a.parameters(), b.parameters(), strict=True):
-                close(y, x.unflatten(0, (4, 16)).mean(0), 1e-6)
-    other = [argv[0], str(tmp_path / "other"), "--kv-heads", "3"]
-    file = [argv[0], str(tmp_path / "mha" / "config.json"), "--kv-heads", "1"]
-    refused = {"--kv-heads 3 must divide .* 4": other, "not empty": [*argv, "1"], "folder": file}
-    for words, bad in refused.items():
-        assert CONVERT.main(bad) == 2
-        assert re.search(words, capsys.readouterr().err)
+    pooled = HF.load_checkpoint(tmp_path / "gqa")
+    assert pooled.config.n_kv_heads == 2
+    close(pooled(tokens), want, 1e-5)
+    bad = [("x", "3", "--kv-heads 3 must divide .* 4"), ("gqa", "1", "not empty")]
+    for out, heads, words in (*bad, ("mha/config.json", "1", "folder")):
+        assert convert(out, heads) == 2 and re.search(words, capsys.readouterr().err)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1959,10 +1902,12 @@ ADDED = {
     "4100": added_token("<think>", single_word=True),
     "4101": added_token("<tool>x"),
 }
+ADDED = {"added_tokens_decoder": ADDED, "pad_token": "[PAD]"}
 NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 BEGIN = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
 FAST, LLAMA = ({"tokenizer_class": name} for name in ("PreTrainedTokenizerFast", "LlamaTokenizer"))
 LLAMA2 = LLAMA | NAMES | {"add_bos_token": True, "legacy": False}
+DEEPSEEK = {"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": True}
 QWEN = FAST | {"bos_token": None, "eos_token": "<|end|>"}
 QWEN["added_tokens_decoder"] = {"903": added_token("<think>", special=True, rstrip=True)}
 
@@ -1975,10 +1920,7 @@ FOLDERS = {  # name -> which tokenizer.json, the other JSON files of the folder
     "llama3": ("llama3", llama_files(BEGIN | FAST)),
     "no config": ("llama3", {}),
     "qwen": ("qwen", llama_files(QWEN)),
-    "deepseek": (
-        "qwen",
-        llama_files(BEGIN | {"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": True}),
-    ),
+    "deepseek": ("qwen", llama_files(BEGIN | DEEPSEEK)),
     "older files": (
         "qwen",
         dict(
@@ -1995,10 +1937,7 @@ FOLDERS = {  # name -> which tokenizer.json, the other JSON files of the folder
     "llama2 without config.json": ("llama2", dict(tokenizer_config=LLAMA2)),
     "llama2 legacy": ("llama2", llama_files(LLAMA2 | {"legacy": True})),
     "llama2 no prefix": ("llama2", llama_files(LLAMA2 | {"add_prefix_space": False})),
-    "llama2 added": (
-        "llama2",
-        llama_files(LLAMA2 | {"added_tokens_decoder": ADDED, "pad_token": "[PAD]"}),
-    ),
+    "llama2 added": ("llama2", llama_files(LLAMA2 | ADDED)),
     "llama2 older": (
         "llama2",
         llama_files(
@@ -2372,7 +2311,6 @@ BAD_FILES = [  # file, content (None: a link to a missing file), a regex of the 
     ("tokenizer_config.json", b"\xff", "copy it again"),
     ("tokenizer_config.json", b"[" * 100_000, "copy it again"),
     ("tokenizer_config.json", {"add_bos_token": "yes"}, "add_bos_token must be true or false"),
-    ("tokenizer_config.json", {"bos_token": 3}, "bos_token must be Unicode text"),
     ("tokenizer_config.json", {"bos_token": "\ud800"}, "bos_token must be Unicode text"),
     *((file, None, "cannot be read .No such file") for file in TOKENIZER_FILES),
     ("tokenizer_config.json", {"bos_token": {"text": "<s>"}}, "bos_token .*content"),
@@ -2384,7 +2322,6 @@ BAD_FILES = [  # file, content (None: a link to a missing file), a regex of the 
     ("tokenizer_config.json", {"extra_special_tokens": {"a_token": 1}}, "a_token must"),
     ("special_tokens_map.json", b"", "empty"),
     ("special_tokens_map.json", {"eos_token": []}, "eos_token must"),
-    ("added_tokens.json", {"<a>": "4"}, "an integer"),
     ("added_tokens.json", {"<a>": -4}, "an integer"),
     *(
         ("generation_config.json", {"eos_token_id": value}, "eos_token_id must be")
@@ -2903,7 +2840,7 @@ def test_attention_fuzzing_detects_mistakes(mistake):
 
 
 # --------------------------------------------------------------------------------------------------
-# attention.py: properties
+# attention.py: properties, visited tiles, compilation, bad input
 # --------------------------------------------------------------------------------------------------
 
 
@@ -3092,11 +3029,6 @@ def test_attention_fp8_blocks_have_their_own_scales(monkeypatch):
     assert not A.flash_attention_fp8(*qkv(3, 0, 1)).any()  # no keys
 
 
-# --------------------------------------------------------------------------------------------------
-# attention.py: visited tiles, compilation, bad input
-# --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.skipif(not A.INTERPRET, reason="counts Python calls of the interpreter")
 def test_attention_only_visible_tiles_are_computed(monkeypatch):
     """Tiles computed, forward and backward: O(T W) for a window, so twice the length is twice the
@@ -3262,7 +3194,7 @@ PACKED = dict(zip("qkv", qkv(7, 9), strict=True))
 PACKED |= dict(cu_seqlens_q=int32(0, 3, 7), cu_seqlens_k=int32(0, 4, 9))
 VISIT, OTHER = torch.ones(1, 1, dtype=torch.bool, device=DEVICE), DTYPES[1]
 DENSE_BAD = dict(  # argument -> bad values; the message names it
-    v=[normal(2, 9, 1, 16), normal(2, 8, 2, 16), normal(2, 9, 2, 16, dtype=OTHER)],
+    v=[normal(2, 9, 1, 16), normal(2, 8, 2, 16)],
     k=[normal(2, 9, 2, 24), normal(2, 9, 2, 16, dtype=OTHER)],
     q=[normal(2, 7, 4, 16).long(), normal(2, 7, 3, 16)],
     window=[0, -3, 5.0],
@@ -3273,13 +3205,8 @@ DENSE_BAD = dict(  # argument -> bad values; the message names it
     bias=[normal(7, 8), normal(3, 1, 1, 9), normal(1, 2, 4, 7, 9)],
     prefix=[int32(3), int32(3, 3).float()],
     cu_seqlens_k=[int32(0, 9)],
-    block_mask=[
-        A.BlockMask(VISIT.expand(2, 1), 16),
-        A.BlockMask(VISIT.expand(3, 1, 1), 16),
-        A.BlockMask(VISIT.float(), 16),
-        A.BlockMask(VISIT, 0),
-        VISIT,
-    ],
+    block_mask=[VISIT, A.BlockMask(VISIT, 0)]
+    + [A.BlockMask(x, 16) for x in (VISIT.float(), VISIT.expand(2, 1), VISIT.expand(3, 1, 1))],
 )
 PACKED_BAD = dict(
     q=[normal(7, 3, 16)],
