@@ -430,7 +430,7 @@ def train_argv(corpus, tiny_config, out, *more) -> list:
     flags = "--batch-size 4 --micro-batch-size 3 --seq-len 32 --steps 12 --save-every 4"
     flags += " --eval-every 6 --device cpu --dtype fp32"
     paths = ["--data", corpus, "--model", tiny_config, "--out", out]
-    return ["train.py", *paths, *flags.split(), *more]
+    return [*paths, *flags.split(), *more]
 
 
 def trained(*argv) -> None:
@@ -441,7 +441,7 @@ def trained(*argv) -> None:
 @pytest.fixture(scope="module")
 def finished(corpus, tiny_config, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "whole"
-    trained(*train_argv(corpus, tiny_config, out)[1:])
+    trained(*train_argv(corpus, tiny_config, out))
     return out
 
 
@@ -35432,8 +35432,8 @@ def test_attention_in_training_gives_the_same_losses(latent_config, corpus, tmp_
     rows = {}
     for attention in ("sdpa", "flash"):
         out = tmp_path / attention
-        argv = train_argv(corpus, latent_config, out, "--steps", 3, "--attention", attention)
-        trained(*argv[1:])
+        flags = "--steps", 3, "--attention", attention
+        trained(*train_argv(corpus, latent_config, out, *flags))
         rows[attention] = metrics(out)
     assert len(rows["sdpa"]) == 3
     assert losses(rows["flash"]) == pytest.approx(losses(rows["sdpa"]), rel=1e-5)
@@ -37609,7 +37609,7 @@ def dl_argv(corpus, tiny_config):
     """argv of a short run: (out, flags) -> list"""
     fixed = "--batch-size 8 --eval-every 12 --save-every 1000 "
     return lambda out, flags: [
-        str(x) for x in train_argv(corpus, tiny_config, out, *(fixed + flags).split())[1:]
+        str(x) for x in train_argv(corpus, tiny_config, out, *(fixed + flags).split())
     ]
 
 
