@@ -3110,22 +3110,21 @@ def test_attention_compiled_or_checkpointed_equals_eager(graph):
 # Cases whose tile sizes and code depend on the GPU: fp32, wide heads, and all flags at once, in
 # tiles so small that ptxas takes seconds, not minutes
 SOME_COMPILED = [
-    *("flash()", "decode(n_splits=8)", "decode(576, Hq=128, Hkv=1, latent_dim=512)"),
+    *("flash()", "decode(576, Hq=128, Hkv=1, latent_dim=512)"),
     "decode(n_splits=8, fixed_max=4.0, softcap=5.0, sinks=make(8))",
     "flash(256, packed=True, cu_seqlens_q=int32(0, 300), **busy)",
     "flash(64, dtype=torch.float32)",
 ]
 ALL_COMPILED = [
-    *SOME_COMPILED[:4],
+    *SOME_COMPILED[:3],
     "flash(packed=True, cu_seqlens_q=int32(0, 300), **busy)",
-    *(f"flash({D})" for D in ("16", "64", "96", "192, 128", "256")),
-    *(f"flash(64, dtype=torch.{dtype})" for dtype in ("float16", "float32")),
-    "flash(64, causal=False, alibi_slopes=torch.rand(4))",
+    *("flash(192, 128)", "flash(256)", "flash(64, dtype=torch.float32)"),
+    "flash(96, causal=False, alibi_slopes=torch.rand(4))",
     "flash(block_mask=A.BlockMask(torch.ones(3, 3).bool(), 128), **busy)",
-    *(f"decode({D}, T={T})" for D in (64, 256) for T in (1, 128)),
+    *("decode(256)", "decode(64, T=128)", "decode(n_splits=8)"),
 ]
 FP8_COMPILED = ["A.flash_attention_fp8(*(make(1, 300, 4, 128).detach() for _ in range(3)))"]
-FP8_COMPILED += [f"A._quantize(make(1, 300, 4, {D}).detach(), True, True)" for D in (64, 128, 256)]
+FP8_COMPILED += ["A._quantize(make(1, 300, 4, 256).detach(), True, True)"]
 SPECIALIZED = ["A.WARP_SPECIALIZE = True", "flash(grad=False)", "flash(64, window=33, grad=False)"]
 OTHER_LENGTHS = """  # of packed rows: the compiled kernels are reused
 for ends in ((0, 300), (0, 50, 701), (0, 7, 7, 90, 1003)):
@@ -35204,8 +35203,8 @@ attention_in_each = pytest.mark.parametrize(
 
 @attention_in_each
 def test_attention_in_the_model_equals_dense_attention(config, absorb_up_to, monkeypatch):
-    """Equal logits, MTP hidden states and gradients; prompts packed in one row give the logits of
-    each alone."""
+    """Equal logits, also under autocast, MTP hidden states and gradients; prompts packed in one row
+    give the logits of each alone."""
     use_plain_torch(monkeypatch)
     model = absorb(random_model(config), absorb_up_to).requires_grad_(True)
     for n in (1, 9, 33):
@@ -35221,11 +35220,12 @@ def test_attention_in_the_model_equals_dense_attention(config, absorb_up_to, mon
         (want, want_grads), (got, grads) = found
         assert all(relative(a, b) <= 1e-5 for a, b in zip(got, want, strict=True))
         assert grads.keys() == want_grads.keys() and len(grads) > 10
-        with torch.autocast("cpu", torch.bfloat16):  # q, k and v may differ in dtype
-            assert relative(model(tokens, attend=A.as_attend()).float(), want[0]) <= 0.05
         size = max(g.norm() for g in want_grads.values())
         for name, g in want_grads.items():  # with one token the gradient of q is rounding noise
             assert (grads[name] - g).norm() <= 1e-5 * max(g.norm(), 0.01 * size), name
+    with torch.autocast("cpu", torch.bfloat16):  # q, k and v may differ in dtype
+        pair = [model(tokens, attend=f).float() for f in (A.as_attend(), M.causal_attention)]
+        assert relative(*pair) <= 0.05
     prompts = [random_tokens(config, n, seed=n) for n in (7, 1, 20)]
     tokens, positions, cu_seqlens = A.pack(prompts)
     if config.sparse_layers:
