@@ -1068,6 +1068,7 @@ def test_model_ring_cache_equals_full_attention_past_several_windows(windows, K,
             if size:
                 logits = model(ids, positions, partial(cache.attend, limit=limit))
             cache.truncate(end if rejected else end + size)
+            assert cache.length == (end if rejected else end + size)
         got.append(logits)
         end += n
     assert cache.length == T
@@ -1189,6 +1190,7 @@ def rope(kind: str, **more) -> dict:
 
 
 YARN = dict(factor=4.0, original_max_position_embeddings=16)
+YARN_256, WIDE = dict(factor=4.0, original_max_position_embeddings=256), dict(head_dim=64)
 YARN_OPTIONS = dict(mscale=1.0, mscale_all_dim=0.5, beta_fast=16, truncate=False)
 LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
 LLAMA3 |= dict(original_max_position_embeddings=32)
@@ -1208,8 +1210,8 @@ FAMILIES = {  # name: (transformers' config class, changes of SHAPE)
     "llama-dynamic": ("Llama", rope("dynamic", factor=2.0)),
     "llama-llama3": ("Llama", rope("llama3", **LLAMA3)),
     "llama-yarn": ("Llama", rope("yarn", **YARN)),
-    "llama-yarn-options": ("Llama", rope("yarn", **YARN, **YARN_OPTIONS)),
-    "llama-yarn-attention-factor": ("Llama", rope("yarn", **YARN, attention_factor=0.8)),
+    "llama-yarn-options": ("Llama", rope("yarn", **YARN_256, **YARN_OPTIONS) | WIDE),
+    "llama-yarn-attention-factor": ("Llama", rope("yarn", **YARN_256, attention_factor=0.8) | WIDE),
     "mistral": ("Mistral", dict(sliding_window=9)),
     "mistral-no-window": ("Mistral", dict(sliding_window=None)),
     "qwen2": ("Qwen2", {}),
@@ -3110,18 +3112,16 @@ def test_attention_compiled_or_checkpointed_equals_eager(graph):
 # Cases whose tile sizes and code depend on the GPU: fp32, wide heads, and all flags at once, in
 # tiles so small that ptxas takes seconds, not minutes
 SOME_COMPILED = [
-    *("flash()", "decode(576, Hq=128, Hkv=1, latent_dim=512)"),
+    *("flash()", "flash(64, dtype=torch.float32)"),
+    "decode(576, Hq=128, Hkv=1, latent_dim=512)",
     "decode(n_splits=8, fixed_max=4.0, softcap=5.0, sinks=make(8))",
-    "flash(256, packed=True, cu_seqlens_q=int32(0, 300), **busy)",
-    "flash(64, dtype=torch.float32)",
 ]
-ALL_COMPILED = [
-    *SOME_COMPILED[:3],
-    "flash(packed=True, cu_seqlens_q=int32(0, 300), **busy)",
-    *("flash(192, 128)", "flash(256)", "flash(64, dtype=torch.float32)"),
+WIDE_COMPILED = ["flash(256, packed=True, cu_seqlens_q=int32(0, 300), **busy)"]
+MORE_COMPILED = [
+    *("decode(256)", "decode(64, T=128)", "decode(n_splits=8)", "flash(192, 128)", "flash(256)"),
     "flash(96, causal=False, alibi_slopes=torch.rand(4))",
+    "flash(packed=True, cu_seqlens_q=int32(0, 300), **busy)",
     "flash(block_mask=A.BlockMask(torch.ones(3, 3).bool(), 128), **busy)",
-    *("decode(256)", "decode(64, T=128)", "decode(n_splits=8)"),
 ]
 FP8_COMPILED = ["A.flash_attention_fp8(*(make(1, 300, 4, 128).detach() for _ in range(3)))"]
 FP8_COMPILED += ["A._quantize(make(1, 300, 4, 256).detach(), True, True)"]
@@ -3133,25 +3133,21 @@ for ends in ((0, 300), (0, 50, 701), (0, 7, 7, 90, 1003)):
     n = n if ends[1:] != (300,) else len(built)
     assert len(built) == n, built[n:]
 """
-needs_interpreter = pytest.mark.skipif(not A.INTERPRET, reason="needs Triton and no GPU")
+COMPILED = {  # compute capability -> cases
+    80: SOME_COMPILED + WIDE_COMPILED,
+    90: [*SOME_COMPILED, *MORE_COMPILED, *FP8_COMPILED, OTHER_LENGTHS],
+    100: SOME_COMPILED + WIDE_COMPILED + FP8_COMPILED + SPECIALIZED,
+}
 
 
 @pytest.mark.slow
-@needs_interpreter
-@pytest.mark.parametrize(
-    "arch, cases",
-    [
-        (80, SOME_COMPILED),
-        (90, [*ALL_COMPILED, *FP8_COMPILED, OTHER_LENGTHS]),
-        (100, [*SOME_COMPILED, *FP8_COMPILED, *SPECIALIZED]),
-    ],
-    ids=["80", "90", "100"],
-)
-def test_attention_kernels_compile_for_gpus(arch, cases, tmp_path):
+@pytest.mark.skipif(not A.INTERPRET, reason="needs Triton and no GPU")
+@pytest.mark.parametrize("arch", COMPILED)
+def test_attention_kernels_compile_for_gpus(arch, tmp_path):
     """Without a GPU, all kernels compile to machine code for Hopper, and the largest for Ampere and
     Blackwell, and fit into their shared memory: the interpreter checks neither. Packed rows of
     other lengths do not recompile. WARP_SPECIALIZE: the loop over keys is split over warps."""
-    printed = compile_kernels(COMPILE, tmp_path, arch, *cases)
+    printed = compile_kernels(COMPILE, tmp_path, arch, *COMPILED[arch])
     names = ["_backward", "_bias", "_combine", "_delta", "_forward", *["_quantize"] * (arch >= 89)]
     assert printed.strip() == str([name + "_kernel" for name in names])
     kernels = [path.read_text() for path in tmp_path.rglob("_forward_kernel.ttgir")]
@@ -35300,6 +35296,9 @@ def test_attention_in_a_cache_equals_one_forward(config, absorb_up_to, steps, mo
             assert cache.length == max(firsts) + n
             for a, b in zip(got, want, strict=True):
                 assert relative(a, b) <= 1e-5, positions
+        if len(model.mtp):
+            model.mtp_forward(whole[0][:, :1], tokens[:, :1], torch.arange(1), cache.attend)
+            assert cache.length == max(firsts) + n
 
 
 @pytest.mark.parametrize(
