@@ -81,16 +81,8 @@ from datetime import date, timedelta
 from fractions import Fraction
 from functools import cache, lru_cache, partial, partialmethod, reduce
 from graphlib import CycleError, TopologicalSorter
-from itertools import (
-    accumulate,
-    chain,
-    combinations,
-    count,
-    islice,
-    pairwise,
-    permutations,
-    product,
-)
+from itertools import accumulate, chain, combinations, count, islice, pairwise
+from itertools import permutations, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -122,140 +114,61 @@ from torch.utils.checkpoint import checkpoint
 CUDA = torch.cuda.is_available()
 if not CUDA:  # Triton's kernels are interpreted in this process, not in the processes it starts
     os.environ["TRITON_INTERPRET"] = "1"
-from parallelism import async_tp
 import attention as A
-from quantization import gemm as X
-from parallelism import context_parallel as CP
-from parallelism import inference_parallel
-from parallelism import kv_parallel as KVP
 import moe as O
 import paged_kv as P
 import parallel
-from parallelism import pipeline as PL
-from parallelism import auto_sharding, cost_model, datacenter, helix, mixed_cluster
-from parallelism import einsum_model as EM, kernel_model as KM, l2_residency as L2R
-from parallelism import network_topology, perseus, pipeline_search, planner, problem, scaling_laws
-from parallelism import search, solvers, spindle
-from parallelism import serving_cost as SCOST, serving_plan as SPLAN, training_plan, uneven_sharding
 import quantize as Q
-from parallelism import quantized_collectives as QC
-from parallelism import ring_self_attention as RSA
-from serving import adapter_merging as MERGING
-from serving import adapters as AD
-from parallelism import schedules as SC
-from parallelism import sharded_attention as SA
-from quantization import sparse as Z
+from parallelism import async_tp, auto_sharding, context_parallel as CP, cost_model, datacenter
+from parallelism import einsum_model as EM, helix, inference_parallel, kernel_model as KM
+from parallelism import kv_parallel as KVP, l2_residency as L2R, mixed_cluster, network_topology
+from parallelism import perseus, pipeline as PL, pipeline_search, planner, problem
+from parallelism import quantized_collectives as QC, ring_self_attention as RSA, scaling_laws
+from parallelism import schedules as SC, search, serving_cost as SCOST, serving_plan as SPLAN
+from parallelism import sharded_attention as SA, solvers, spindle, training_plan, uneven_sharding
 from parallelism import zero
+from quantization import gemm as X, sparse as Z
+from serving import adapter_merging as MERGING, adapters as AD
 
 if A.INTERPRET:
     import triton.experimental.gluon  # noqa: F401, else a launch does, with the variable unset
     from triton.runtime.interpreter import InterpretedFunction
 os.environ.pop("TRITON_INTERPRET", None)
 
-from training import alignment as AL
-from quantization import calibrate as C
-from training import checkpoint as CK
-from training import chunked_loss as CL
-from quantization import quantize_model as W
-from generation import cpu, cpu_decode
-from training import chats as TRAIN_CHATS
-from training import data as DA
-from training import shards as SHARDS
-from parallelism import diloco as DL
-from parallelism.dist_env import has_fast_bf16
-from training import callbacks as CB
-from training import draft_head as DH
-from generation import cascade as CASCADE
-from generation import decoder_parts as PARTS
-from generation import draft_length as DK
-from generation import drafting as D
-from generation import early_exit as EE
-from generation import energy as ENERGY
-from generation import evaluate as EVAL
-from generation import kv_select as KS
-from serving import cascade_engine as CE
-from serving import cluster as CLUSTER
-from serving import async_engine as ASYNC
-from serving import failover as FAILOVER
-from serving import lockstep as LOCKSTEP
-from serving import colocation as CO
-from serving import compare_adapters as COMPARE_ADAPTERS
-from serving import compare_servers as COMPARE
-from serving import openai_api as OA
-from serving import paged_drafting as PD
-from serving import policies as POLICY
-from serving import simulated_pools as POOLS
-from serving import simulated_replica as RP
-from serving import server as SV
-from serving import shared_models as SHARED
-from serving import time_sharing as TS
-from serving import unacked as UNACKED
-from serving import variant_simulator as VS
-from serving import variants as VA
-from serving import vattention as VM
-from serving import virtual_memory as MEM
-from parallelism import dry_run
-from parallelism import expert_parallel as Y
 import generate as G
-from quantization import gguf as GGUF
-from quantization import gguf_file as GF
-from huggingface import gguf_tokenizer as GT
-from generation import chat as CHAT
-from generation import config as GCONF
-from training import config as TCONF
-from generation import gpu_report as REPORT
-from generation import load as LOAD
-from generation import perplexity as PPL
-from generation import plot_decode as PLOT
-from generation import program_examples as EXAMPLES
-from generation import programs as PR
-from generation import prompt as PROMPT
-from generation import ratings as RATE
-from generation import values as VALUES
-from generation import ranks as RANKS
-from serving import disaggregated
-from serving import disaggregated_replicas as DR
-from serving import kv_transfer as KT
-from serving import migration as MIGRATION
-from generation import stream as STREAM
-from serving import length_batching as LB
-from serving import row_order as ROWS
-from serving import run as SRUN
-from serving import simulate as SIM
-from parallelism import parallel_dims as L
-from training import lora as LO
-from training import lora_jobs as LJ
-from training import token_windows as TW
-from training import trials as TRIALS
-from serving import finetune
-from serving import kv_store as KVS
-from serving import metrics as METRICS
-from generation import kv_history as KVH
-from training import metrics as MT
 import model as M
-from training import offload as OF
-from training import optimizers as OP
-from training import recompute as RC
-from training import python_text as PT
-from training import recovery as RE
-from training import watchdog as WD
-from generation import sampling as S
-from generation import structured as GR
-from generation import json_schema as JS
-from serving import batch as V
-from serving import traces as TR
 import speculative as E
-from parallelism import pipeline_model as ST
-from training import state as SD
-from training import dataset as TX
-from huggingface import tokenizer as K
-from huggingface.chat_template import ChatTemplate, load_chat_template
-from huggingface import convert as CONVERT
-from huggingface import weights as HF
 import train as T
-from training import build as BUILD
-from training import step as STEP
-from training import tuning as TU
+from generation import cascade as CASCADE, chat as CHAT, config as GCONF, cpu, cpu_decode
+from generation import decoder_parts as PARTS, draft_length as DK, drafting as D, early_exit as EE
+from generation import energy as ENERGY, evaluate as EVAL, gpu_report as REPORT, json_schema as JS
+from generation import kv_history as KVH, kv_select as KS, load as LOAD, perplexity as PPL
+from generation import plot_decode as PLOT, program_examples as EXAMPLES, programs as PR
+from generation import prompt as PROMPT, ranks as RANKS, ratings as RATE, sampling as S
+from generation import stream as STREAM, structured as GR, values as VALUES
+from huggingface import convert as CONVERT, gguf_tokenizer as GT, tokenizer as K, weights as HF
+from huggingface.chat_template import ChatTemplate, load_chat_template
+from parallelism import diloco as DL, dry_run, expert_parallel as Y, parallel_dims as L
+from parallelism import pipeline_model as ST
+from parallelism.dist_env import has_fast_bf16
+from quantization import calibrate as C, gguf as GGUF, gguf_file as GF, quantize_model as W
+from serving import async_engine as ASYNC, batch as V, cascade_engine as CE, cluster as CLUSTER
+from serving import colocation as CO, compare_adapters as COMPARE_ADAPTERS
+from serving import compare_servers as COMPARE, disaggregated, disaggregated_replicas as DR
+from serving import failover as FAILOVER, finetune, kv_store as KVS, kv_transfer as KT
+from serving import length_batching as LB, lockstep as LOCKSTEP, metrics as METRICS
+from serving import migration as MIGRATION, openai_api as OA, paged_drafting as PD
+from serving import policies as POLICY, row_order as ROWS, run as SRUN, server as SV
+from serving import shared_models as SHARED, simulate as SIM, simulated_pools as POOLS
+from serving import simulated_replica as RP, time_sharing as TS, traces as TR, unacked as UNACKED
+from serving import variant_simulator as VS, variants as VA, vattention as VM
+from serving import virtual_memory as MEM
+from training import alignment as AL, build as BUILD, callbacks as CB, chats as TRAIN_CHATS
+from training import checkpoint as CK, chunked_loss as CL, config as TCONF, data as DA
+from training import dataset as TX, draft_head as DH, lora as LO, lora_jobs as LJ, metrics as MT
+from training import offload as OF, optimizers as OP, python_text as PT, recompute as RC
+from training import recovery as RE, shards as SHARDS, state as SD, step as STEP
+from training import token_windows as TW, trials as TRIALS, tuning as TU, watchdog as WD
 
 import torch._dynamo  # torch would import it lazily: here once, before any fork
 import torch.distributed.tensor.debug  # noqa: F401, which imports Triton
@@ -269,7 +182,10 @@ FILES = {  # every Python file of the project except this one: name -> path
     if path.name != "test_all.py"
 }
 
+PRODUCT_PATHS = set(map(str, FILES.values()))
+SMALL, DRAFT, MOE = (REPO / "checkpoints" / name for name in ("small", "draft", "moe"))
 INF = math.inf
+torch.set_num_threads(1)  # tiny models: a second thread costs more than it saves
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("repeatable")
 
@@ -279,9 +195,6 @@ def one_in(n: int, values: Iterable) -> list:
     params = [v if isinstance(v, type(pytest.param())) else pytest.param(v) for v in values]
     marks = lambda v, i: v.marks or [pytest.mark.slow] * (i % n > 0)
     return [pytest.param(*v.values, id=v.id, marks=marks(v, i)) for i, v in enumerate(params)]
-PRODUCT_PATHS = set(map(str, FILES.values()))
-torch.set_num_threads(1)  # tiny models: a second thread costs more than it saves
-SMALL, DRAFT, MOE = (REPO / "checkpoints" / name for name in ("small", "draft", "moe"))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -357,47 +270,19 @@ def p_value(seen: torch.Tensor, p: torch.Tensor) -> float:
 
 
 def tiny(**changes) -> M.ModelConfig:
-    base = dict(
-        vocab_size=97,
-        dim=48,
-        n_layers=3,
-        n_heads=4,
-        n_kv_heads=2,
-        head_dim=16,
-        ffn_dim=80,
-        max_seq_len=128,
-        bos_id=1,
-        eos_ids=(2,),
-    )
+    base = dict(vocab_size=97, dim=48, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=16)
+    base |= dict(ffn_dim=80, max_seq_len=128, bos_id=1, eos_ids=(2,))
     return M.ModelConfig(**base | changes)
 
 
 def latent(**changes) -> M.ModelConfig:
     """DeepSeek-V3's architecture: MLA, a dense layer, then grouped experts, one MTP layer."""
-    base = dict(
-        dim=64,
-        n_kv_heads=4,
-        head_dim=24,
-        family="deepseek_v3",
-        rope_interleaved=True,
-        kv_lora_rank=24,
-        q_lora_rank=20,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=8,
-        v_head_dim=12,
-        moe_layers=(1, 2),
-        n_experts=8,
-        n_experts_per_token=3,
-        expert_ffn_dim=24,
-        n_shared_experts=1,
-        scoring="sigmoid",
-        correction_bias=True,
-        n_groups=4,
-        topk_groups=2,
-        group_score_topk=2,
-        norm_topk=True,
-        n_mtp_layers=1,
-    )
+    base = dict(family="deepseek_v3", dim=64, n_kv_heads=4, head_dim=24, rope_interleaved=True)
+    base |= dict(kv_lora_rank=24, q_lora_rank=20, v_head_dim=12)
+    base |= dict(qk_nope_head_dim=16, qk_rope_head_dim=8, n_mtp_layers=1)
+    base |= dict(moe_layers=(1, 2), n_experts=8, n_experts_per_token=3, expert_ffn_dim=24)
+    base |= dict(n_shared_experts=1, scoring="sigmoid", correction_bias=True, norm_topk=True)
+    base |= dict(n_groups=4, topk_groups=2, group_score_topk=2)
     return tiny(**base | changes)
 
 
@@ -459,24 +344,15 @@ def programs_run_on_the_cpu(monkeypatch):
 
 def run(*argv, cwd=REPO, stdin="", env=None, timeout=240, **more) -> subprocess.CompletedProcess:
     """Run a program of the repo in a subprocess, as a user starts it."""
-    return subprocess.run(
-        [sys.executable, *map(str, argv)],
-        cwd=cwd,
-        input=stdin,
-        text=True,
-        capture_output=True,
-        timeout=timeout,
-        env=ENV | (env or {}),
-        **more,
-    )
+    argv, env = [sys.executable, *map(str, argv)], ENV | (env or {})
+    more |= dict(cwd=cwd, input=stdin, env=env, timeout=timeout)
+    return subprocess.run(argv, text=True, capture_output=True, **more)
 
 
 def refused(done: subprocess.CompletedProcess, *words: str) -> None:
     """Exit code 2, and one line on stderr with all the words: the file, the field, the fix."""
     assert done.returncode == 2, (done.returncode, done.stdout, done.stderr)
-    assert "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1, (
-        done.stderr
-    )
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
     for word in words:
         assert word in done.stderr, (word, done.stderr)
 
@@ -515,25 +391,16 @@ def chat_folder(tmp_path: Path, template: str | None = CHATML) -> Path:
     return tmp_path / "chat"
 
 
-def ask(
-    chat: CHAT.Chat, line: str, n: int = 12, stop=(), params=GREEDY, limit: int = 400
-) -> tuple[int, int, str]:  # fmt: skip
+def ask(chat, line, n=12, stop=(), params=GREEDY, limit=400) -> tuple[int, int, str]:
     """(tokens in the prompt, how many of them were cached, the reply)."""
-    row = G.Continuation(
-        chat.tokenizer, K.TextStream(chat.tokenizer), K.StopStrings(stop), (2,), lambda text: None
-    )
+    tokenizer, stops = chat.tokenizer, K.StopStrings(stop)
+    row = G.Continuation(tokenizer, K.TextStream(tokenizer), stops, (2,), lambda text: None)
     steps = chat.ask(line, params, n, row, limit)
     cached = next(steps)
     prompt = len(chat.encode_turn(line)[1])
     for _ in steps:
         pass
     return prompt, cached, row.text
-
-
-def through_main(capsys, *argv: str) -> dict:
-    """The JSON output of generate.py, run in this process, in fp32."""
-    assert G.main([*argv, "--json", "--device", "cpu", "--dtype", "fp32"]) == 0
-    return json.loads(capsys.readouterr().out)
 
 
 WORDS = "the cat sat on a mat and saw the dog run to a log in the fog".split()
@@ -553,9 +420,8 @@ def corpus(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def tiny_config(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("config") / "config.json"
-    path.write_text(
-        json.dumps(tiny(vocab_size=4096, dim=32, n_layers=2, n_heads=2, n_kv_heads=1).to_hf())
-    )
+    config = tiny(vocab_size=4096, dim=32, n_layers=2, n_heads=2, n_kv_heads=1)
+    path.write_text(json.dumps(config.to_hf()))
     return path
 
 
@@ -564,7 +430,7 @@ def train_argv(corpus, tiny_config, out, *more) -> list:
     flags = "--batch-size 4 --micro-batch-size 3 --seq-len 32 --steps 12 --save-every 4"
     flags += " --eval-every 6 --device cpu --dtype fp32"
     paths = ["--data", corpus, "--model", tiny_config, "--out", out]
-    return ["train.py", *paths, *flags.split(), *more]
+    return [*paths, *flags.split(), *more]
 
 
 def trained(*argv) -> None:
@@ -575,8 +441,7 @@ def trained(*argv) -> None:
 @pytest.fixture(scope="module")
 def finished(corpus, tiny_config, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "whole"
-    done = run(*train_argv(corpus, tiny_config, out))
-    assert done.returncode == 0, done.stderr
+    trained(*train_argv(corpus, tiny_config, out))
     return out
 
 
@@ -734,13 +599,8 @@ def _rank_process(rank, world, port, folder, cases, hang, setup, fresh_groups):
     store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timeout=timedelta(seconds=300))
 
     def new_group(name):
-        dist.init_process_group(
-            "gloo",
-            store=dist.PrefixStore(name, store),
-            rank=rank,
-            world_size=world,
-            timeout=timedelta(seconds=hang),
-        )
+        more = dict(store=dist.PrefixStore(name, store), timeout=timedelta(seconds=hang))
+        dist.init_process_group("gloo", rank=rank, world_size=world, **more)
 
     env, failed = SimpleNamespace(rank=rank, world=world, store=store, folder=folder), False
     new_group("start")
@@ -785,47 +645,59 @@ def on_ranks(name: str, cases, *args, params: Iterable = (), **kwargs):
     return results
 
 
-@pytest.mark.parametrize("fault", ["raises", "dies", "one rank waits"])
-def test_harness_ranks_report_the_case_that_failed(fault, tmp_path):
+def test_harness_ranks_report_the_case_that_failed(tmp_path):
     """run_on_ranks: a case that raises, dies or hangs on one rank fails with its own error, and the
     cases before and after it give their results."""
-
-    def broken(env):
-        if env.rank == 1:
-            if fault == "dies":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if fault == "raises":
-                raise ValueError("the first cause")
-        if fault != "one rank waits" or env.rank == 0:
-            dist.barrier()
 
     def total(env):
         x = torch.tensor(env.rank + 1)
         dist.all_reduce(x)
         return int(x)
 
-    cases = {"before": total, "broken": broken, "after": total}
+    def raises(env):
+        if env.rank == 1:
+            raise ValueError("the first cause")
+        dist.barrier()
+
+    def dies(env):
+        if env.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+
+    def hangs(env):
+        if env.rank == 0:
+            dist.barrier()
+
+    # rank 1 waits in the next case: the first to time out ends, and closes the other's connection
+    faults = {raises: "the first cause", dies: "rank ", hangs: "imed out|onnection"}
+    cases = dict(before=total, raises=raises, dies=dies, hangs=hangs, after=total)
     results = run_on_ranks(tmp_path, cases, world=2, hang=2)
     assert results["before"] == results["after"] == [3, 3]
-    # rank 1 waits in the next case: the first to time out ends, and closes the other's connection
-    late = "imed out|onnection"
-    words = {"raises": "the first cause", "dies": "rank ", "one rank waits": late}[fault]
-    assert re.search(words, results.errors["broken"])
-    with pytest.raises(pytest.fail.Exception, match=words):
-        results["broken"]
+    for fault, words in faults.items():
+        assert re.search(words, results.errors[fault.__name__])
+        with pytest.raises(pytest.fail.Exception, match=words):
+            results[fault.__name__]
+
+
+def as_fake_rank(rank: int, world: int, work: Callable) -> Callable:
+    """A case for one process: work(env) as one of `world` ranks of which there are no others. Their
+    collectives return at once and send nothing."""
+
+    def run(env):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group("fake", rank=rank, world_size=world)
+        return work(SimpleNamespace(rank=rank, world=world))
+
+    return run
 
 
 def fork_train(argv: list[str], rank: int, world: int, port: int, log: Path):
     """One rank of train.py, forked from this process"""
 
     def main():
-        os.environ |= dict(
-            RANK=f"{rank}",
-            WORLD_SIZE=f"{world}",
-            LOCAL_RANK=f"{rank}",
-            MASTER_ADDR="localhost",
-            MASTER_PORT=f"{port}",
-        )
+        os.environ |= dict(RANK=f"{rank}", LOCAL_RANK=f"{rank}", WORLD_SIZE=f"{world}")
+        os.environ |= dict(MASTER_ADDR="localhost", MASTER_PORT=f"{port}")
         sys.stderr = sys.stdout = open(log, "a", buffering=1)
         code = 70
         try:
@@ -845,9 +717,7 @@ def train_on_ranks(
 ) -> list[int]:
     """Exit codes of `world` ranks, to one of which victim(processes) may do something; as torchrun
     does, the others are told to end when one has failed, and made to a few seconds later."""
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     processes = [fork_train(argv, rank, world, port, log) for rank in range(world)]
     victim(processes)
     while any(p.exitcode is None for p in processes):
@@ -940,7 +810,6 @@ class Wire:
             ranks=tuple(dist.get_process_group_ranks(group or dist.group.WORLD)),
             is_async=bool(named.get("async_op", kind in ("send", "receive", "exchange"))),
             splits=named.get("input_split_sizes"),
-            to=named.get("group_dst", named.get("dst")),
             tag=named["p2p_op_list"][0].tag if kind == "exchange" else named.get("tag"),
         )
         event = self.note(kind, **more)
@@ -999,23 +868,17 @@ def test_harness_wire_records_and_loses_any_transfer(tmp_path):
     def results(env):
         own, other = x(env.rank), 1 - env.rank
         for is_async in (False, True):
-            for call in (
-                lambda: (y := own.clone(), dist.all_reduce(y, async_op=is_async)),
-                lambda: (
-                    y := torch.empty(8),
-                    dist.all_gather_into_tensor(y, own, async_op=is_async),
-                ),
-                lambda: (
-                    y := torch.empty(2),
-                    dist.reduce_scatter_tensor(y, own, async_op=is_async),
-                ),
-                lambda: (y := torch.empty(4), dist.all_to_all_single(y, own, async_op=is_async)),
-                lambda: (y := own.clone(), dist.broadcast(y, 1, async_op=is_async)),
-            ):
-                y, work = call()
-                if is_async:
-                    work.wait()
-                yield y
+            y = own.clone(), torch.empty(8), torch.empty(2), torch.empty(4), own.clone()
+            works = [
+                dist.all_reduce(y[0], async_op=is_async),
+                dist.all_gather_into_tensor(y[1], own, async_op=is_async),
+                dist.reduce_scatter_tensor(y[2], own, async_op=is_async),
+                dist.all_to_all_single(y[3], own, async_op=is_async),
+                dist.broadcast(y[4], 1, async_op=is_async),
+            ]
+            for work in works if is_async else ():
+                work.wait()
+            yield from y
         y = torch.empty(4)
         ops = [dist.P2POp(dist.isend, own, other), dist.P2POp(dist.irecv, y, other)]
         for work in dist.batch_isend_irecv(ops):
@@ -1031,17 +894,12 @@ def test_harness_wire_records_and_loses_any_transfer(tmp_path):
 
     first, second = run_on_ranks(tmp_path, {"all": work}, world=2)["all"]
     right, events = first[0]
-    want = [
-        x(0) + x(1),
-        torch.cat((x(0), x(1))),
-        (x(0) + x(1))[:2],
-        torch.cat((x(0)[:2], x(1)[:2])),
-        x(1),
-    ]
+    total, both = x(0) + x(1), torch.cat((x(0)[:2], x(1)[:2]))
+    want = [total, torch.cat((x(0), x(1))), total[:2], both, x(1)]
     assert all(map(torch.equal, right, [*want, *want, x(1)]))
     kinds = "all_reduce all_gather reduce_scatter all_to_all broadcast".split()
-    waited = [kind for each in kinds for kind in (each, "wait")]
-    assert [e["kind"] for e in events] == [*kinds, *waited, "exchange", "wait"]
+    waits = ["wait"] * len(kinds)
+    assert [e["kind"] for e in events] == [*kinds, *kinds, *waits, "exchange", "wait"]
     assert all(e["nbytes"] == 16 and e["ranks"] == (0, 1) for e in events if e["kind"] != "wait")
     for lost in range(11):
         same = [torch.equal(a, b) for a, b in zip(first[lost + 1][0], right, strict=True)]
@@ -1131,87 +989,50 @@ Sections add rows; test_bad_input_is_refused at the end of the file runs them al
 # --------------------------------------------------------------------------------------------------
 
 
-def run_in_chunks(model, tokens, chunks, cache, limited=False, per_row=False) -> torch.Tensor:
-    """Logits of the tokens, `chunks` of them at a time, through the cache's attend."""
-    parts, start = [], 0
-    for n in chunks:
-        attend = partial(cache.attend, limit=start + n) if limited else cache.attend
-        positions = torch.arange(start, start + n)
-        positions = positions.expand(len(tokens), n) if per_row else positions
-        parts.append(model(tokens[:, start : start + n], positions, attend))
-        start += n
-        assert cache.length == start
-    return torch.cat(parts, 1)
-
-
-@pytest.mark.parametrize("chunks", [[40], [1] * 40, [7, 1, 20, 12], [39, 1]], ids=len)
-@pytest.mark.parametrize("per_row", [False, True])
-def test_model_in_chunks_with_a_cache_equals_one_forward(chunks, per_row):
+def test_model_in_chunks_with_a_cache_equals_one_forward():
     """Chunked prefill and decode through KVCache == one full forward; its tensors stay in place,
     and a token past its end is an IndexError."""
     model, tokens = random_model(tiny()), random_tokens(tiny(), 2, 40)
     cache = M.KVCache(tiny(), 2, 40)
     before = [t.data_ptr() for t in (*cache.k, *cache.v, cache.end)]
-    close(run_in_chunks(model, tokens, chunks, cache, per_row=per_row), model(tokens), 1e-5)
+    parts = torch.arange(40).split((7, 1, 20, 12))
+    got = [model(tokens[:, part], part, cache.attend) for part in parts]
+    close(torch.cat(got, 1), model(tokens), 1e-5)
     assert before == [t.data_ptr() for t in (*cache.k, *cache.v, cache.end)]
     with pytest.raises(IndexError):
         model(tokens[:, :1], torch.tensor([40]), cache.attend)
 
 
-def test_model_cache_rows_may_have_different_lengths():
-    """A row that goes back to position 12 does not see its later slots; truncate drops them for all
-    rows; `limit` reads fewer slots and changes no logit."""
-    model, tokens, cache = random_model(tiny()), random_tokens(tiny(), 2, 30), None
-    cache = M.KVCache(tiny(), 2, 64)
-    model(tokens[:, :20], torch.arange(20), cache.attend)
-    new = torch.stack([tokens[0, 20:21], tokens[1, 12:13]])
-    got = model(new, torch.tensor([[20], [12]]), cache.attend)
-    close(got[0, -1], model(tokens[:1, :21])[0, -1], 1e-5)
-    close(got[1, -1], model(tokens[1:, :13])[0, -1], 1e-5)
-    cache.truncate(10)
-    assert cache.length == 10
-    turned, attend = tokens[:, 10:30].flip(1), partial(cache.attend, limit=30)
-    rest = model(turned, torch.arange(10, 30), attend)
-    close(rest, model(torch.cat([tokens[:, :10], turned], 1))[:, 10:], 1e-5)
-    assert cache.length == 30
+@pytest.mark.parametrize("D", [8, None])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_model_rope_is_complex_multiplication(D, interleaved):
+    """The attend hook gets q and k whose pairs of the first D dims, halves apart (Phi-3) or
+    neighbours (GLM), are multiplied by exp(j * position * theta ** (-2i/D)), and no other dim of
+    them or of v; with one offset to all positions the logits are the same."""
+    config = tiny(rope_theta=500.0, rotary_dim=D, rope_interleaved=interleaved)
+    model, seen, x = random_model(config), [], torch.randn(2, 9, 48)
+    attention, at, D = model.layers[1].attention, torch.arange(9), D or 16
 
+    def attend(spec, *args):
+        seen.append((spec.index, *args))
+        return M.causal_attention(spec, *args)
 
-def test_model_is_causal_and_sees_relative_positions():
-    """A changed token changes logits from its position on, none before; shifting all positions by
-    one offset changes no logit, shifting some does."""
-    model, tokens, t = random_model(tiny()), random_tokens(tiny(), 1, 24), torch.arange(24)
-    logits, changed = model(tokens), tokens.clone()
-    changed[0, 12] = (tokens[0, 12] + 1) % 97
-    assert torch.equal(logits[:, :12], model(changed)[:, :12])
-    assert (logits[:, 12:] - model(changed)[:, 12:]).abs().amax(-1).min() > 1e-4
-    close(model(tokens, t + 57), logits, 1e-4)
-    assert (model(tokens, torch.where(t < 12, t, t + 5)) - logits).abs().max() > 1e-3
-
-
-def test_model_gqa_equals_mha_with_repeated_heads():
-    """Grouped-query attention == multi-head attention with repeated heads, in a third of the
-    cache."""
-    config, mha = tiny(n_heads=6, n_kv_heads=2), tiny(n_heads=6, n_kv_heads=6)
-    grouped, full, tokens = random_model(config), random_model(mha), random_tokens(config, 2, 17)
-    state = grouped.state_dict()
-    for name in state:
-        if "k_proj" in name or "v_proj" in name:
-            heads = state[name].view(2, config.head_dim, -1)
-            state[name] = heads.repeat_interleave(3, 0).reshape(-1, heads.shape[-1])
-    full.load_state_dict(state)
-    close(grouped(tokens), full(tokens), 1e-5)
-    numbers = [sum(t.numel() for t in M.KVCache(c, 1, 8).k) for c in (config, mha)]
-    assert 3 * numbers[0] == numbers[1]
-
-
-def test_model_rope_is_complex_multiplication():
-    """apply_rope == multiplying x_i + j x_{i+D/2} by exp(j * position * theta ** (-2i/D))."""
-    config = tiny(rope_theta=500.0)
-    x, positions = torch.randn(2, 9, 3, 16, dtype=torch.float64), torch.arange(9)
-    angle = positions[:, None] * 500.0 ** (-torch.arange(8, dtype=torch.float64) / 8)
-    z = torch.complex(x[..., :8], x[..., 8:]) * torch.polar(torch.ones_like(angle), angle)[:, None]
-    got = M.apply_rope(x.float(), *M.rope_cos_sin(config, positions))
-    assert error(got, torch.cat((z.real, z.imag), -1)) <= 1e-5
+    model(random_tokens(config, 2, 9), at, attend)
+    assert [index for index, *_ in seen] == [0, 1, 2]
+    attention(x, M.rope_cos_sin(config, at), at, attend)
+    angle = at[:, None] * 500.0 ** (-torch.arange(D // 2, dtype=torch.float64) / (D // 2))
+    turn = torch.polar(torch.ones_like(angle), angle)[:, None]
+    linears = attention.q_proj, attention.k_proj, attention.v_proj
+    q, k, v = (linear(x).unflatten(-1, (-1, 16)) for linear in linears)
+    for got, plain in zip(seen[3][1:3], (q, k), strict=True):
+        order = torch.arange(D).view(-1, 2).T if interleaved else torch.arange(D).view(2, -1)
+        z = torch.complex(*(plain[..., half].double() for half in order)) * turn
+        for half, part in zip(order, (z.real, z.imag)):
+            close(got[..., half], part, 1e-5)
+        assert torch.equal(got[..., D:], plain[..., D:])
+    assert torch.equal(seen[3][3], v) and torch.equal(seen[3][4], at)
+    tokens = random_tokens(config, 1, 9)
+    close(model(tokens, at + 57), model(tokens), 1e-4)
 
 
 def test_model_pipeline_stages_equal_the_whole():
@@ -1221,56 +1042,6 @@ def test_model_pipeline_stages_equal_the_whole():
     first.layers, first.norm, first.head = first.layers[:2], None, None
     last.layers, last.embed = last.layers[2:], None
     assert torch.equal(last(first(tokens)), whole(tokens))
-    hidden = whole(tokens, return_hidden=True)
-    assert hidden.shape == (2, 11, 48) and torch.equal(whole.head(hidden), whole(tokens))
-
-
-def test_model_attend_hook_gets_new_tokens_after_rope():
-    """attend(spec, q, k, v, positions) gets this step's tokens, once per layer, in order."""
-    model, tokens, seen = random_model(tiny()), random_tokens(tiny(), 2, 5), []
-
-    def attend(spec, q, k, v, positions):
-        seen.append((spec.index, *(tuple(x.shape) for x in (q, k, v)), positions.tolist()))
-        return M.causal_attention(spec, q, k, v, positions)
-
-    assert torch.equal(model(tokens, torch.arange(5), attend), model(tokens))
-    kv = (2, 5, 2, 16)
-    assert seen == [(i, (2, 5, 4, 16), kv, kv, [0, 1, 2, 3, 4]) for i in range(3)]
-
-
-def test_model_attend_hook_of_mla_is_plain_attention():
-    """In both forms of MLA, plain attention over the q, k, v that the hook gets is right: one
-    latent head whose value is a view of the key (absorbed), or all heads (expanded)."""
-    model, seen = random_model(latent()), []
-
-    def attend(spec, q, k, v, positions):
-        seen.append((spec.latent_dim, *(tuple(x.shape) for x in (q, k, v))))
-        if spec.latent_dim is not None:
-            assert v.data_ptr() == k.data_ptr() and spec.latent_dim == v.shape[-1]
-        k, v = (t.repeat_interleave(q.shape[2] // k.shape[2], 2) for t in (k, v))
-        scores = torch.einsum("bthd,bshd->bhts", q, k) * spec.scale
-        future = torch.ones(q.shape[1], q.shape[1]).triu(1).bool()
-        return torch.einsum("bhts,bshd->bthd", scores.masked_fill(future, -1e30).softmax(-1), v)
-
-    absorbed = 24, (2, 1, 4, 32), (2, 1, 1, 32), (2, 1, 1, 24)
-    expanded = None, (2, 9, 4, 24), (2, 9, 4, 24), (2, 9, 4, 12)
-    for n, form in ((1, absorbed), (9, expanded)):
-        tokens = random_tokens(latent(), 2, n)
-        assert relative(model(tokens, attend=attend), model(tokens)) < 1e-5
-        assert seen[-1] == form
-
-
-def test_model_mtp_with_a_cache_equals_without():
-    """mtp_forward writes its own slots of the cache: same hidden states, cache.length unchanged."""
-    model, tokens = random_model(latent()), random_tokens(latent(), 1, 12)
-    cache = M.KVCache(model.config, 1, 16)
-    hidden = model(tokens, attend=cache.attend, return_hidden=True)[:, :-1]
-    got = [model.mtp_forward(hidden[:, :7], tokens[:, 1:8], torch.arange(7), cache.attend)]
-    for i in range(7, 11):
-        step = (hidden[:, i : i + 1], tokens[:, i + 1 : i + 2], torch.tensor([i]), cache.attend)
-        got.append(model.mtp_forward(*step))
-    assert relative(torch.cat(got, 1), model.mtp_forward(hidden, tokens[:, 1:])) < 1e-5
-    assert cache.length == 12
 
 
 def test_model_routing_is_fp32_under_autocast():
@@ -1282,9 +1053,7 @@ def test_model_routing_is_fp32_under_autocast():
     assert again.dtype == torch.float32 and torch.equal(weights, again) and torch.equal(ids, same)
 
 
-@pytest.mark.parametrize(
-    "windows, K", [((7, 7, 7), 0), ((None, 5, 9), 0), ((None, 5, 9), 4)], ids=str
-)
+@pytest.mark.parametrize("windows, K", [((7, 7, 7), 0), ((None, 5, 9), 0), ((None, 5, 9), 4)])
 @pytest.mark.parametrize("seed", range(4))
 def test_model_ring_cache_equals_full_attention_past_several_windows(windows, K, seed):
     """Chunks of any size, shared and per-row positions, limits, rejected drafts; a layer's ring
@@ -1307,52 +1076,22 @@ def test_model_ring_cache_equals_full_attention_past_several_windows(windows, K,
             if size:
                 logits = model(ids, positions, partial(cache.attend, limit=limit))
             cache.truncate(end if rejected else end + size)
+            assert cache.length == (end if rejected else end + size)
         got.append(logits)
         end += n
     assert cache.length == T
     close(torch.cat(got, 1), model(tokens[:, :T]), 1e-4)
 
 
-def test_model_logits_have_variance_one_only_when_scaled():
-    """Attention Is All You Need, 3.2.1: q . k of unit-variance components has variance D; times
-    D ** -0.5, 1."""
-    for D in (16, 64, 256):
-        q, k = torch.randn(2, 400, D, generator=seeded(D), dtype=torch.float64)
-        logits = q @ k.T
-        assert abs(logits.var() / D - 1) < 0.1
-        spec = M.Transformer(tiny(head_dim=D)).layers[0].attention.spec
-        assert abs((spec.scale * logits).var() - 1) < 0.1
-
-
-def test_model_yarn_divides_each_dimension_by_its_wavelength():
-    """YaRN, 3.2: dimensions that turn more than beta_fast times in the training context keep their
-    frequency, those that turn less than once have it divided by the factor, none is outside."""
-    rope = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=256, truncate=False)
-    config = tiny(head_dim=64, rope_scaling=rope, max_seq_len=2048)
-    plain = M.rope_frequencies(tiny(head_dim=64), torch.arange(2))
-    ratio = plain / M.rope_frequencies(config, torch.arange(2))
-    turns = 256 * plain / (2 * math.pi)
-    assert (turns > 32).any() and (turns < 1).any() and ((turns > 1) & (turns < 32)).sum() > 4
-    assert torch.allclose(ratio[turns > 32], torch.ones(()))
-    assert torch.allclose(ratio[turns < 1], torch.full((), 8.0))
-    assert (ratio.diff() > -1e-5).all()
-    config, at = tiny(head_dim=64, rope_scaling=rope | {"factor": 1.0}), torch.arange(300)
-    for got, rope in zip(M.rope_cos_sin(config, at), M.rope_cos_sin(tiny(head_dim=64), at)):
-        close(got, rope, 1e-4)
-
-
 def test_model_cosine_attention(tmp_path):
-    """qk_cosine by its definition: softmax(10 tau cos(q, k)) v; saved, loaded, and over two
-    ranks."""
+    """qk_cosine by its definition: softmax(10 tau cos(q, k)) v; saved and loaded."""
     config = tiny(family="sheaf", qk_cosine=True, alibi=True, n_layers=1)
     model = random_model(config)
     attention, x = model.layers[0].attention, normal(2, 7, 48, dtype=torch.float32).cpu()
     positions = torch.arange(7)
     got = attention(x, None, positions, M.causal_attention)
-    q, k, v = (
-        linear(x).unflatten(-1, (-1, 16))
-        for linear in (attention.q_proj, attention.k_proj, attention.v_proj)
-    )
+    linears = attention.q_proj, attention.k_proj, attention.v_proj
+    q, k, v = (linear(x).unflatten(-1, (-1, 16)) for linear in linears)
     k, v = (t.repeat_interleave(2, 2) for t in (k, v))
     cos = F.cosine_similarity(q[:, :, None], k[:, None], dim=-1)  # (B, T, S, H)
     distance = (positions[:, None] - positions)[..., None]
@@ -1366,11 +1105,10 @@ def test_model_cosine_attention(tmp_path):
 
 def test_model_qk_conv():
     """q and k == a causal depthwise conv1d of their projections, in packed documents each on its
-    own (arXiv:2109.08668, 3); one token at a time and after truncate == the whole text."""
-    config = tiny(family="sheaf", qk_conv=3, alibi=True, qk_norm=True)
-    model, tokens = random_model(config), random_tokens(config, 2, 20)
+    own (arXiv:2109.08668, 3); a cache that has no history of them is refused."""
+    config = tiny(family="sheaf", qk_conv=3, alibi=True)
+    model, cache = random_model(config), M.KVCache(config, 2, 30)
     attention, x, seen = model.layers[0].attention, torch.randn(2, 9, 48), []
-    attention.q_norm = attention.k_norm = None
     attend = lambda spec, q, k, v, positions: seen.append((q, k)) or q
     attention(x, None, torch.tensor([0, 1, 2, 3, 0, 0, 1, 2, 3]), attend)
     parts = (attention.q_proj, attention.q_conv), (attention.k_proj, attention.k_conv)
@@ -1379,12 +1117,8 @@ def test_model_qk_conv():
         kernel = weight.view(-1, 1, 3)
         want = [F.conv1d(part, kernel, groups=len(kernel)).mT for part in padded]
         close(got.flatten(2), torch.cat(want, 1), 1e-5)
-    model, cache = random_model(config), M.KVCache(config, 2, 30)
-    run_in_chunks(model, tokens.flip(1), [20], cache)
-    cache.truncate(0)
-    close(run_in_chunks(model, tokens, [1] * 20, cache), model(tokens), 1e-4)
     with pytest.raises(ValueError, match="qk_conv"):
-        model(tokens[:, :1], torch.tensor([20]), lambda *qkv: cache.attend(*qkv))
+        model(random_tokens(config, 2, 1), torch.tensor([20]), lambda *qkv: cache.attend(*qkv))
 
 
 def test_model_sparse_layers_are_masked():
@@ -1394,9 +1128,7 @@ def test_model_sparse_layers_are_masked():
     masks = {i: A.BlockMask(blocks, 4) for i in config.sparse_layers}
     masked = lambda spec, *qkv: A.attention_reference(*qkv[:3], block_mask=masks.get(spec.index))
     tokens = random_tokens(config, 2, 27)
-    want = model(tokens, attend=masked)
-    cached = run_in_chunks(model, tokens, [9, 1, 1, 14, 2], M.KVCache(config, 2, 27))
-    assert error(model(tokens), want) <= 1e-4 and error(cached, want) <= 1e-4
+    assert error(model(tokens), model(tokens, attend=masked)) <= 1e-4
 
 
 def test_model_cross_attention(monkeypatch):
@@ -1427,7 +1159,6 @@ def test_model_cross_attention(monkeypatch):
         step = model(tokens[:, i : i + 1], torch.tensor([i]), cache.attend, source=kv)
         close(step, full[:, i : i + 1], 1e-4)
     assert calls == [0, 2]
-    assert (model(tokens, source=model.source_kv(source[:, :12])) - full).abs().min(1)[0].max() > 0
     with pytest.raises(ValueError, match="cross_attention_layers requires.*source"):
         model(tokens)
     with pytest.raises(ValueError, match="generate.py has no source"):
@@ -1465,6 +1196,7 @@ def rope(kind: str, **more) -> dict:
 
 
 YARN = dict(factor=4.0, original_max_position_embeddings=16)
+YARN_256, WIDE = dict(factor=4.0, original_max_position_embeddings=256), dict(head_dim=64)
 YARN_OPTIONS = dict(mscale=1.0, mscale_all_dim=0.5, beta_fast=16, truncate=False)
 LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
 LLAMA3 |= dict(original_max_position_embeddings=32)
@@ -1478,15 +1210,14 @@ HALF_ROPE = dict(n_group=1, topk_group=1, norm_topk_prob=False, rope_interleave=
 HALF_ROPE |= dict(q_lora_rank=None, num_mtp_layers=0)
 FAMILIES = {  # name: (transformers' config class, changes of SHAPE)
     "llama": ("Llama", {}),
-    "llama-mha": ("Llama", dict(num_key_value_heads=4)),
     "llama-biases-wide-heads": ("Llama", dict(attention_bias=True, mlp_bias=True, head_dim=24)),
     "llama-tied": ("Llama", dict(tie_word_embeddings=True)),
-    "llama-linear": ("Llama", rope("linear", factor=2.5)),
+    "llama-linear": ("Llama", dict(num_key_value_heads=4) | rope("linear", factor=2.5)),
     "llama-dynamic": ("Llama", rope("dynamic", factor=2.0)),
     "llama-llama3": ("Llama", rope("llama3", **LLAMA3)),
     "llama-yarn": ("Llama", rope("yarn", **YARN)),
-    "llama-yarn-options": ("Llama", rope("yarn", **YARN, **YARN_OPTIONS)),
-    "llama-yarn-attention-factor": ("Llama", rope("yarn", **YARN, attention_factor=0.8)),
+    "llama-yarn-options": ("Llama", rope("yarn", **YARN_256, **YARN_OPTIONS) | WIDE),
+    "llama-yarn-attention-factor": ("Llama", rope("yarn", **YARN_256, attention_factor=0.8) | WIDE),
     "mistral": ("Mistral", dict(sliding_window=9)),
     "mistral-no-window": ("Mistral", dict(sliding_window=None)),
     "qwen2": ("Qwen2", {}),
@@ -1521,29 +1252,23 @@ def transformers_model(name: str):
     return hf_model
 
 
-# slow: variants of variants, llama-yarn-options and the like
-FAMILY_SLOW = {name for name in FAMILIES if name.count("-") > 1} - {"deepseek-v2-lite"}
-FAMILY_PARAMS = [
-    pytest.param(name, marks=[pytest.mark.slow] * (name in FAMILY_SLOW)) for name in FAMILIES
-]
-
-
-@pytest.mark.parametrize("name", FAMILY_PARAMS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_family_equals_transformers(name, tmp_path):
-    """Load: all logits equal, past the window and the original rope length; 64 greedy tokens equal.
-    Save, in shards: every tensor bit-equal in transformers and reloaded here, the same config."""
+    """Load: all logits equal, past the window and the original rope length; 16 greedy tokens past
+    it equal. Save, in shards: every tensor bit-equal in transformers and reloaded here, the same
+    config."""
     hf_model = transformers_model(name)
     hf_model.save_pretrained(tmp_path / "hf")
     model = HF.load_checkpoint(tmp_path / "hf")
     assert model.config.eos_ids == (2, 5)
     tokens = torch.randint(3, 97, (2, 100))
-    options = dict(max_new_tokens=64, min_new_tokens=64, do_sample=False)
+    options = dict(max_new_tokens=16, min_new_tokens=16, do_sample=False)
     with torch.no_grad():
         expected = hf_model(tokens).logits
         assert relative(model(tokens), expected) <= 1e-4
         prompt = tokens[:1, :40]
         text = hf_model.generate(prompt, **options, eos_token_id=-1, pad_token_id=0)
-        assert greedy_tokens(model, prompt, 64) == text[0, 40:].tolist()
+        assert greedy_tokens(model, prompt, 16) == text[0, 40:].tolist()
 
     HF.save_checkpoint(model, tmp_path / "ours", max_shard_bytes=50_000)
     assert len(list((tmp_path / "ours").glob("model-*-of-*.safetensors"))) > 3
@@ -1554,25 +1279,6 @@ def test_family_equals_transformers(name, tmp_path):
     again = HF.load_checkpoint(tmp_path / "ours")
     assert again.config == model.config
     assert bitwise_equal(model.state_dict(), again.state_dict())
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param("deepseek-v2-lite", marks=pytest.mark.slow), "deepseek-v3"]
-)
-def test_family_absorbed_mla_equals_expanded_and_caches_only_the_latent(name, tmp_path):
-    """MLA's absorbed and expanded forms give equal logits, in one forward and in chunks over a
-    cache, which stores kv_lora_rank + rope dims per token and layer, nothing else."""
-    transformers_model(name).save_pretrained(tmp_path)
-    model = HF.load_checkpoint(tmp_path)
-    tokens = random_tokens(model.config, 2, 60)
-    with torch.no_grad():
-        whole = model(tokens)
-        for up_to, limited in product((0, 1, 7, 1000), (False, True)):
-            for chunks in ([60], [25, 7, 1, 1, 20, 6], [1] * 60):
-                cache = M.KVCache(model.config, 2, 64)
-                assert cache.v == [] and all(k.shape == (2, 1, 64, 24 + 8) for k in cache.k)
-                got = run_in_chunks(absorb(model, up_to), tokens, chunks, cache, limited)
-                assert relative(got, whole) <= 1e-5
 
 
 def test_family_multi_token_prediction_equals_transformers(tmp_path):
@@ -1613,54 +1319,14 @@ def test_family_multi_token_prediction_equals_transformers(tmp_path):
     assert loaded.config.n_mtp_layers == 0 and torch.equal(loaded(tokens), model(tokens))
 
 
-@pytest.mark.parametrize("kind", ["Glm", "Phi3"])
-def test_family_partial_rotary_in_both_layouts_equals_transformers(kind):
-    """Half of each head rotated: interleaved pairs (GLM), and the half layout (Phi-3)."""
-    glm = kind == "Glm"
-    options = SHAPE | dict(pad_token_id=0, partial_rotary_factor=0.5)
-    options |= dict(head_dim=16, attention_bias=True) if glm else {}
-    config = getattr(transformers(), f"{kind}Config")(**options)
-    torch.manual_seed(0)
-    hf_model = getattr(transformers(), f"{kind}ForCausalLM")(config).eval()
-    ours = tiny(dim=64, rotary_dim=8, rope_interleaved=glm, qkv_bias=glm)
-    ours = replace(ours, norm_eps=config.rms_norm_eps)
-    ours = replace(ours, rope_theta=config.rope_parameters["rope_theta"])
-    model, state = M.Transformer(ours), dict(hf_model.state_dict())
-    for key, value in [*state.items()]:
-        if "qkv_proj" in key:
-            for part, rows in zip("qkv", value.split((64, 32, 32)), strict=True):
-                state[key.replace("qkv_proj", f"{part}_proj")] = rows
-        elif "gate_up_proj" in key:
-            for part, rows in zip(("gate", "up"), value.chunk(2), strict=True):
-                state[key.replace("gate_up_proj", f"{part}_proj")] = rows
-    with torch.no_grad():
-        for key, target in HF.hf_tensors(model).items():
-            target.copy_(state[key])
-        tokens = torch.randint(3, 97, (2, 70))
-        assert relative(model(tokens), hf_model(tokens).logits) <= 1e-4
-
-
 @pytest.mark.parametrize("heads", [4, 6])
-def test_family_alibi_equals_transformers_with_its_bias_as_a_mask(heads):
-    """ALiBi == transformers' Llama with all positions 0 (no rotation) and the bias of BLOOM's own
-    formula as an additive mask, also past max_seq_len; cached decode == the full forward."""
+def test_family_alibi_slopes_equal_transformers(heads):
+    """Those of BLOOM, also for a number of heads that is no power of two."""
     transformers()
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
-    config = tiny(dim=96, n_heads=heads, alibi=True, family="sheaf", max_seq_len=16)
-    model, tokens = random_model(config), random_tokens(config, 2, 50)
-    shape = SHAPE | dict(hidden_size=96, num_attention_heads=heads, head_dim=16)
-    hf_model = transformers().LlamaForCausalLM(transformers().LlamaConfig(**shape)).eval()
-    with torch.no_grad():
-        hf_model.load_state_dict(HF.hf_tensors(model))
-        bias = build_alibi_tensor(torch.ones(1, 50), heads, torch.float32).view(1, heads, 1, 50)
-        mask = torch.full((50, 50), -1e30).triu(1) + bias  # softmax ignores slope * i
-        positions = torch.zeros(2, 50).long()
-        mask = mask.expand(2, -1, -1, -1)
-        expected = hf_model(tokens, attention_mask=mask, position_ids=positions).logits
-        assert relative(model(tokens), expected) <= 1e-4
-        got = run_in_chunks(model, tokens, [30, *[1] * 20], M.KVCache(config, 2, 50))
-        assert relative(got, expected) <= 1e-4
+    bias = build_alibi_tensor(torch.ones(1, 2), heads, torch.float32)  # of keys 0 and 1
+    close(M.alibi_slopes(heads), bias[:, 0, 1], 1e-6)
 
 
 def test_family_sheaf_saves_every_field(tmp_path):
@@ -1686,90 +1352,60 @@ def test_family_sheaf_saves_every_field(tmp_path):
         M.ModelConfig.from_hf(hf | {"config": {"dim": 48, "n_layers": 3, "n_heads": 4}})
 
 
-# Published config.json files: name, published number of parameters, and the file, less what
-# transformers writes into all of them.
+# Published config.json files: name, published number of parameters, and the file, less what most
+# of them say.
 PUBLISHED_BY_ALL = dict(attention_dropout=0.0, hidden_act="silu", initializer_range=0.02)
 PUBLISHED_BY_ALL |= dict(torch_dtype="bfloat16", transformers_version="4.43.0", use_cache=True)
+PUBLISHED_BY_ALL |= dict(architectures=["X"], attention_bias=False, pretraining_tp=1)
+PUBLISHED_BY_ALL |= dict(tie_word_embeddings=False, rms_norm_eps=1e-6, bos_token_id=1)
 PUBLISHED = {}
 for text in """\
-llama-1-7b 6738415616 {"architectures": ["LLaMAForCausalLM"], "bos_token_id": 0, "eos_token_id":
-1, "hidden_size": 4096, "intermediate_size": 11008, "max_sequence_length": 2048, "model_type":
-"llama", "num_attention_heads": 32, "num_hidden_layers": 32, "pad_token_id": -1, "rms_norm_eps":
-1e-06, "torch_dtype": "float16", "transformers_version": "4.27.0.dev0", "vocab_size": 32000}
+llama-1-7b 6738415616 {"bos_token_id": 0, "eos_token_id": 1, "hidden_size": 4096,
+"intermediate_size": 11008, "max_sequence_length": 2048, "model_type": "llama",
+"num_attention_heads": 32, "num_hidden_layers": 32, "pad_token_id": -1, "torch_dtype": "float16",
+"vocab_size": 32000, "tie_word_embeddings": null, "attention_bias": null}
 
-llama-3.1-8b 8030261248 {"architectures": ["LlamaForCausalLM"], "attention_bias": false,
-"bos_token_id": 128000, "max_position_embeddings": 131072, "mlp_bias": false, "model_type":
-"llama", "num_attention_heads": 32, "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps":
-1e-05, "rope_theta": 500000.0, "tie_word_embeddings": false, "vocab_size": 128256, "hidden_size":
-4096, "intermediate_size": 14336, "num_hidden_layers": 32, "eos_token_id": [128001, 128008,
-128009], "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-"original_max_position_embeddings": 8192, "rope_type": "llama3"}}
-
-llama-3.2-1b 1235814400 {"architectures": ["LlamaForCausalLM"], "attention_bias": false,
-"bos_token_id": 128000, "max_position_embeddings": 131072, "mlp_bias": false, "model_type":
-"llama", "num_attention_heads": 32, "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps":
+llama-3.2-1b 1235814400 {"bos_token_id": 128000, "max_position_embeddings": 131072, "mlp_bias":
+false, "model_type": "llama", "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps":
 1e-05, "rope_theta": 500000.0, "tie_word_embeddings": true, "vocab_size": 128256, "hidden_size":
 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64, "eos_token_id": 128001,
 "rope_scaling": {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
 "original_max_position_embeddings": 8192, "rope_type": "llama3"}}
 
-mistral-7b-v0.1 7241732096 {"architectures": ["MistralForCausalLM"], "bos_token_id": 1,
-"eos_token_id": 2, "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings":
-32768, "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 32,
-"num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096,
-"tie_word_embeddings": false, "transformers_version": "4.34.0.dev0", "vocab_size": 32000}
+mistral-7b-v0.1 7241732096 {"eos_token_id": 2, "hidden_size": 4096, "intermediate_size": 14336,
+"max_position_embeddings": 32768, "model_type": "mistral", "num_attention_heads": 32,
+"num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 10000.0,
+"sliding_window": 4096, "transformers_version": "4.34.0.dev0", "vocab_size": 32000}
 
-qwen2.5-7b 7615616512 {"architectures": ["Qwen2ForCausalLM"], "bos_token_id": 151643,
-"eos_token_id": 151645, "hidden_size": 3584, "intermediate_size": 18944,
-"max_position_embeddings": 32768, "max_window_layers": 28, "model_type": "qwen2",
-"num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps":
-1e-06, "rope_theta": 1000000.0, "sliding_window": 131072, "tie_word_embeddings": false,
-"use_sliding_window": false, "vocab_size": 152064}
+qwen2.5-7b 7615616512 {"bos_token_id": 151643, "eos_token_id": 151645, "hidden_size": 3584,
+"intermediate_size": 18944, "max_position_embeddings": 32768, "max_window_layers": 28, "model_type":
+"qwen2", "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4, "rope_theta":
+1000000.0, "sliding_window": 131072, "use_sliding_window": false, "vocab_size": 152064}
 
-qwen3-8b 8190735360 {"architectures": ["Qwen3ForCausalLM"], "attention_bias": false,
-"bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128, "hidden_size": 4096,
-"intermediate_size": 12288, "max_position_embeddings": 40960, "max_window_layers": 36,
-"model_type": "qwen3", "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads":
-8, "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 1000000, "sliding_window": null,
-"tie_word_embeddings": false, "use_sliding_window": false, "vocab_size": 151936}
+qwen3-8b 8190735360 {"bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128, "hidden_size":
+4096, "intermediate_size": 12288, "max_position_embeddings": 40960, "max_window_layers": 36,
+"model_type": "qwen3", "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8,
+"rope_scaling": null, "rope_theta": 1000000, "sliding_window": null, "use_sliding_window": false,
+"vocab_size": 151936}
 
-mixtral-8x7b 46702792704 {"architectures": ["MixtralForCausalLM"], "bos_token_id": 1,
-"eos_token_id": 2, "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings":
-32768, "model_type": "mixtral", "num_attention_heads": 32, "num_experts_per_tok": 2,
-"num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8, "output_router_logits":
-false, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02,
-"sliding_window": null, "tie_word_embeddings": false, "vocab_size": 32000}
+mixtral-8x7b 46702792704 {"eos_token_id": 2, "hidden_size": 4096, "intermediate_size": 14336,
+"max_position_embeddings": 32768, "model_type": "mixtral", "num_attention_heads": 32,
+"num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8,
+"output_router_logits": false, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0,
+"router_aux_loss_coef": 0.02, "sliding_window": null, "vocab_size": 32000}
 
-qwen3-30b-a3b 30532122624 {"architectures": ["Qwen3MoeForCausalLM"], "attention_bias": false,
-"bos_token_id": 151643, "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128,
-"hidden_size": 2048, "intermediate_size": 6144, "max_position_embeddings": 40960,
-"max_window_layers": 48, "mlp_only_layers": [], "model_type": "qwen3_moe",
-"moe_intermediate_size": 768, "norm_topk_prob": true, "num_attention_heads": 32, "num_experts":
-128, "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4,
-"output_router_logits": false, "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta":
-1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": null, "tie_word_embeddings": false,
+qwen3-30b-a3b 30532122624 {"bos_token_id": 151643, "decoder_sparse_step": 1, "eos_token_id": 151645,
+"head_dim": 128, "hidden_size": 2048, "intermediate_size": 6144, "max_position_embeddings": 40960,
+"max_window_layers": 48, "mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size":
+768, "norm_topk_prob": true, "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok":
+8, "num_hidden_layers": 48, "num_key_value_heads": 4, "output_router_logits": false, "rope_scaling":
+null, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": null,
 "use_sliding_window": false, "vocab_size": 151936}
 
-deepseek-v2-lite 15706484224 {"attention_bias": false, "auto_map": {"AutoConfig": "x"},
-"aux_loss_alpha": 0.001, "bos_token_id": 100000, "eos_token_id": 100001, "ep_size": 1,
-"kv_lora_rank": 512, "moe_layer_freq": 1, "pretraining_tp": 1, "qk_nope_head_dim": 128,
-"qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_theta": 10000, "seq_aux": true,
-"tie_word_embeddings": false, "v_head_dim": 128, "architectures": ["DeepseekV2ForCausalLM"],
-"first_k_dense_replace": 1, "hidden_size": 2048, "intermediate_size": 10944,
-"max_position_embeddings": 163840, "model_type": "deepseek_v2", "moe_intermediate_size": 1408,
-"n_group": 1, "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": false,
-"num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 27,
-"num_key_value_heads": 16, "q_lora_rank": null, "rope_scaling": {"beta_fast": 32, "beta_slow": 1,
-"factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096,
-"type": "yarn"}, "routed_scaling_factor": 1.0, "scoring_func": "softmax", "topk_group": 1,
-"topk_method": "greedy", "vocab_size": 102400}
-
-deepseek-v2 235741434880 {"attention_bias": false, "auto_map": {"AutoConfig": "x"},
-"aux_loss_alpha": 0.001, "bos_token_id": 100000, "eos_token_id": 100001, "ep_size": 1,
-"kv_lora_rank": 512, "moe_layer_freq": 1, "pretraining_tp": 1, "qk_nope_head_dim": 128,
-"qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_theta": 10000, "seq_aux": true,
-"tie_word_embeddings": false, "v_head_dim": 128, "architectures": ["DeepseekV2ForCausalLM"],
-"first_k_dense_replace": 1, "hidden_size": 5120, "intermediate_size": 12288,
+deepseek-v2 235741434880 {"auto_map": {"AutoConfig": "x"}, "aux_loss_alpha": 0.001, "bos_token_id":
+100000, "eos_token_id": 100001, "ep_size": 1, "kv_lora_rank": 512, "moe_layer_freq": 1,
+"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rope_theta": 10000, "seq_aux": true, "v_head_dim":
+128, "first_k_dense_replace": 1, "hidden_size": 5120, "intermediate_size": 12288,
 "max_position_embeddings": 163840, "model_type": "deepseek_v2", "moe_intermediate_size": 1536,
 "n_group": 8, "n_routed_experts": 160, "n_shared_experts": 2, "norm_topk_prob": false,
 "num_attention_heads": 128, "num_experts_per_tok": 6, "num_hidden_layers": 60,
@@ -1778,20 +1414,19 @@ deepseek-v2 235741434880 {"attention_bias": false, "auto_map": {"AutoConfig": "x
 "type": "yarn"}, "routed_scaling_factor": 16.0, "scoring_func": "softmax", "topk_group": 3,
 "topk_method": "group_limited_greedy", "vocab_size": 102400}
 
-deepseek-v3 671026419200 {"attention_bias": false, "auto_map": {"AutoConfig": "x"},
-"aux_loss_alpha": 0.001, "bos_token_id": 0, "eos_token_id": 1, "ep_size": 1, "kv_lora_rank": 512,
-"moe_layer_freq": 1, "pretraining_tp": 1, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
-"rms_norm_eps": 1e-06, "rope_theta": 10000, "seq_aux": true, "tie_word_embeddings": false,
-"v_head_dim": 128, "architectures": ["DeepseekV3ForCausalLM"], "first_k_dense_replace": 3,
-"hidden_size": 7168, "intermediate_size": 18432, "max_position_embeddings": 163840, "model_type":
-"deepseek_v3", "moe_intermediate_size": 2048, "n_group": 8, "n_routed_experts": 256,
-"n_shared_experts": 1, "norm_topk_prob": true, "num_attention_heads": 128, "num_experts_per_tok":
-8, "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
-"q_lora_rank": 1536, "quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3",
-"quant_method": "fp8", "weight_block_size": [128, 128]}, "rope_scaling": {"beta_fast": 32,
-"beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
-"original_max_position_embeddings": 4096, "type": "yarn"}, "routed_scaling_factor": 2.5,
-"scoring_func": "sigmoid", "topk_group": 4, "topk_method": "noaux_tc", "vocab_size": 129280}
+deepseek-v3 671026419200 {"auto_map": {"AutoConfig": "x"}, "aux_loss_alpha": 0.001, "bos_token_id":
+0, "eos_token_id": 1, "ep_size": 1, "kv_lora_rank": 512, "moe_layer_freq": 1, "qk_nope_head_dim":
+128, "qk_rope_head_dim": 64, "rope_theta": 10000, "seq_aux": true, "v_head_dim": 128,
+"first_k_dense_replace": 3, "hidden_size": 7168, "intermediate_size": 18432,
+"max_position_embeddings": 163840, "model_type": "deepseek_v3", "moe_intermediate_size": 2048,
+"n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": true,
+"num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61,
+"num_key_value_heads": 128, "num_nextn_predict_layers": 1, "q_lora_rank": 1536,
+"quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
+"weight_block_size": [128, 128]}, "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40,
+"mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096, "type": "yarn"},
+"routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_group": 4, "topk_method": "noaux_tc",
+"vocab_size": 129280}
 """.split("\n\n"):
     name, size, hf = text.split(maxsplit=2)
     PUBLISHED[name] = PUBLISHED_BY_ALL | json.loads(hf), int(size)
@@ -1800,15 +1435,14 @@ deepseek-v3 671026419200 {"attention_bias": false, "auto_map": {"AutoConfig": "x
 # Keys that fine-tunes, exporters and older libraries add to config.json, without effect.
 FP8_OPTIONS = dict(quant_method="fp8", weight_block_size=[128, 128])
 HARMLESS = {
-    "llama-3.1-8b": dict(unsloth_version="2024.9", pad_token_id=128004, sliding_window=None),
+    "llama-1-7b": dict(unsloth_version="2024.9", sliding_window=None, rope_parameters={}),
     "llama-3.2-1b": {"rope_interleaved": False, "transformers.js_config": {}, "temperature": 0.6},
     "mistral-7b-v0.1": dict(attention_bias=False, max_length=20, do_sample=False, pruned_heads={}),
     "qwen2.5-7b": dict(use_mrope=False, layer_types=["full_attention"] * 28),
     "qwen3-30b-a3b": dict(use_qk_norm=True, qkv_bias=False, shared_expert_intermediate_size=0),
-    "deepseek-v3": {
-        "quantization_config": FP8_OPTIONS | {"scale_fmt": "ue8m0", "dequantize": False}
-    },
+    "deepseek-v3": {"quantization_config": FP8_OPTIONS | dict(scale_fmt="ue8m0", dequantize=False)},
 }
+HARMLESS["llama-3.2-1b"]["rope_parameters"] = PUBLISHED["llama-3.2-1b"][0]["rope_scaling"]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -1828,95 +1462,65 @@ def test_config_as_published_has_the_published_size(name):
 
 LLAMA3_UNORDERED = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 4.0}
 LLAMA3_UNORDERED |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
-BAD_CONFIGS = {  # key -> (value, the field that the error names, if it is another one)
-    "hidden_act": ("gelu", ""),
-    "hidden_size": ("48", "hidden_size.*int"),
-    "num_hidden_layers": (True, "num_hidden_layers.*int"),
-    "num_hidden_layers ": (10**9, "num_hidden_layers.*less than 10000"),
-    "num_key_value_heads": (3, ""),
-    "final_logit_softcapping": (30.0, ""),
-    "attn_logit_softcapping": (50.0, ""),
-    "sliding_window": (4096, ""),
-    "layer_types": (["full_attention"] * 3, ""),
-    "residual_multiplier": (0.5, ""),
-    "logit_scale": (0.5, "logit_scale.*may change"),
-    "num_local_experts": (8, ""),
-    "quantization_config": ({"quant_method": "gptq", "bits": 4}, ""),
-    "quantization_config ": (FP8_OPTIONS | {"activation_scheme": "static"}, "activation_scheme"),
-    "rope_scaling": ({"rope_type": "su", "factor": 2.0}, ""),
-    "rope_scaling ": ({"rope_type": "longrope", "factor": 2.0}, "rope_type.*longrope"),
-    "rope_scaling  ": (LLAMA3_UNORDERED, "low_freq_factor"),
-    "rope_parameters": ({"rope_type": "yarn", "factor": 2.0, "short_mscale": 1.0}, ""),
-    "partial_rotary_factor": (0.5, ""),
-    "vocab_size": (10**30, ""),
-    "use_mrope": (True, ""),
-    "max_position_embeddings": (4096.0, ""),
-    "rope_theta": ("10000", ""),
-    "rope_theta ": (10**400, "rope_theta"),
-    "rms_norm_eps": (-1e-5, ""),
-    "eos_token_id": ([1, None], ""),
-    "eos_token_id ": ("</s>", "eos_token_id"),
-    "model_type": (["llama"], ""),
-    "model_type ": ("mamba", "model_type.*mamba.*llama"),
+BAD_CONFIGS = [  # field of a Llama's config.json, its value, the field that the error names
+    ("hidden_act", "gelu", "hidden_act"),
+    ("hidden_size", "48", "hidden_size.*int"),
+    ("num_hidden_layers", True, "num_hidden_layers.*int"),
+    ("num_hidden_layers", 10**9, "num_hidden_layers.*less than 10000"),
+    ("num_key_value_heads", 3, "num_key_value_heads"),
+    ("final_logit_softcapping", 30.0, "final_logit_softcapping"),
+    ("sliding_window", 4096, "sliding_window"),
+    ("logit_scale", 0.5, "logit_scale.*may change"),
+    ("quantization_config", {"quant_method": "gptq", "bits": 4}, "quantization_config"),
+    ("quantization_config", FP8_OPTIONS | {"activation_scheme": "static"}, "activation_scheme"),
+    ("rope_scaling", {"rope_type": "longrope", "factor": 2.0}, "rope_type.*longrope"),
+    ("rope_scaling", LLAMA3_UNORDERED, "low_freq_factor"),
+    ("rope_parameters", {"rope_type": "yarn", "factor": 2.0, "short_mscale": 1.0}, "short_mscale"),
+    ("partial_rotary_factor", 0.5, "partial_rotary_factor"),
+    ("vocab_size", 10**30, "vocab_size"),
+    ("use_mrope", True, "use_mrope"),
+    ("rope_theta", "10000", "rope_theta"),
+    ("rope_theta", 10**400, "rope_theta"),
+    ("rms_norm_eps", -1e-5, "rms_norm_eps"),
+    ("eos_token_id", [1, None], "eos_token_id"),
+    ("model_type", ["llama"], "model_type"),
+    ("model_type", "mamba", "model_type.*mamba.*llama"),
+]
+BAD_FAMILY_FIELDS = [  # of a published config.json: values that its family does not support
+    ("llama-3.2-1b", "rope_parameters", {"rope_type": "linear", "factor": 4.0}),
+    ("deepseek-v2", "topk_method", "noaux_tc"),
+    ("deepseek-v2", "scoring_func", "sigmoid"),
+    ("deepseek-v2", "norm_topk_prob", True),
+    ("deepseek-v2", "moe_layer_freq", 2),
+    ("deepseek-v2", "num_key_value_heads", 2),
+    ("deepseek-v3", "scoring_func", "softmax"),
+    ("deepseek-v3", "topk_method", "greedy"),
+    ("deepseek-v3", "num_experts_per_tok", 129),
+    ("deepseek-v3", "n_group", 3),
+    ("deepseek-v3", "n_shared_experts", -1),
+    ("deepseek-v3", "num_nextn_predict_layers", -1),
+    ("deepseek-v3", "n_routed_experts", 10**9),
+    ("deepseek-v3", "qk_rope_head_dim", 9),
+    ("mixtral-8x7b", "router_jitter_noise", 0.1),
+    ("mixtral-8x7b", "num_local_experts", 0),
+    ("qwen2.5-7b", "layer_types", ["sliding_attention"] * 28),
+    ("qwen3-8b", "layer_types", ["chunked_attention"] * 36),
+    ("qwen3-8b", "layer_types", [["full_attention"]] * 36),
+    ("qwen3-8b", "use_sliding_window", "yes"),
+    ("qwen3-30b-a3b", "decoder_sparse_step", 0),
+    ("mistral-7b-v0.1", "sliding_window", 0),
+]
+LLAMA_HF = tiny().to_hf()
+REFUSED |= {
+    f"config.json: {where}, {field} {value!r:.60}": (
+        partial(M.ModelConfig.from_hf, hf | {field: value}),
+        words.replace("sliding_window", "sliding.window"),
+    )
+    for where, hf, field, value, words in (
+        *(("llama", LLAMA_HF, *row) for row in BAD_CONFIGS),
+        *((name, PUBLISHED[name][0], *row, row[0]) for name, *row in BAD_FAMILY_FIELDS),
+    )
 }
-
-
-@pytest.mark.parametrize("key", BAD_CONFIGS)
-def test_config_fields_are_used_or_refused(key, tmp_path):
-    """Every field of config.json is used, listed as harmless, or refused by name with the file."""
-    (value, pattern), path = BAD_CONFIGS[key], tmp_path / "config.json"
-    path.write_text(json.dumps(tiny().to_hf() | {key.strip(): value}))
-    with pytest.raises(ValueError, match=f"(?s){re.escape(str(path))}.*{pattern or key}"):
-        HF.read_config(path)
-
-
-BAD_FAMILY_FIELDS = """
-DeepseekV2 topk_method "noaux_tc"
-DeepseekV2 scoring_func "sigmoid"
-DeepseekV2 norm_topk_prob true
-DeepseekV2 moe_layer_freq 2
-DeepseekV2 num_key_value_heads 2
-DeepseekV3 scoring_func "softmax"
-DeepseekV3 topk_method "greedy"
-DeepseekV3 num_experts_per_tok 9
-DeepseekV3 n_group 3
-DeepseekV3 n_shared_experts -1
-DeepseekV3 num_nextn_predict_layers -1
-DeepseekV3 n_routed_experts 1000000000
-DeepseekV3 qk_rope_head_dim 9
-Mixtral router_jitter_noise 0.1
-Mixtral num_local_experts 0
-Qwen2 layer_types ["sliding_attention","sliding_attention","sliding_attention"]
-Qwen3 layer_types ["chunked_attention","chunked_attention","chunked_attention"]
-Qwen3 layer_types [["full_attention"],["full_attention"],["full_attention"]]
-Qwen3 use_sliding_window "yes"
-Qwen3Moe decoder_sparse_step 0
-Mistral sliding_window 0
-Mistral layer_types ["sliding_attention","sliding_attention","sliding_attention"]
-"""
-
-
-@pytest.mark.parametrize("row", BAD_FAMILY_FIELDS.strip().splitlines())
-def test_config_fields_of_families_are_checked(row):
-    """A value that the family's implementation does not support is refused by the field's name."""
-    family, field, value = row.split(maxsplit=2)
-    changes = next(changes for kind, changes in FAMILIES.values() if kind == family)
-    hf = getattr(transformers(), f"{family}Config")(**SHAPE | changes).to_dict()
-    assert M.ModelConfig.from_hf(hf).to_hf()
-    with pytest.raises(ValueError, match=field.replace("sliding_window", "sliding.window")):
-        M.ModelConfig.from_hf(hf | {field: json.loads(value)})
-
-
-def test_config_rope_fields_may_not_conflict():
-    """rope_scaling and rope_parameters together: an empty one is ignored, equal ones are accepted,
-    different ones are refused."""
-    linear = {"rope_type": "linear", "factor": 2.0}
-    hf = tiny().to_hf() | {"rope_scaling": linear}
-    for parameters in ({}, None, linear):
-        config = M.ModelConfig.from_hf(hf | {"rope_parameters": parameters})
-        assert config.rope_scaling == linear
-    with pytest.raises(ValueError, match="rope_parameters and rope_scaling"):
-        M.ModelConfig.from_hf(hf | {"rope_parameters": linear | {"factor": 4.0}})
 
 
 def test_config_unknown_fields_without_effect_are_one_warning(tmp_path, caplog):
@@ -1973,21 +1577,14 @@ def test_weights_fp8_is_dequantized_by_block_scales(tmp_path):
 
 
 def test_weights_in_shards_and_their_dtype(tmp_path):
-    """Files with an index load as one checkpoint, in the stored dtype unless `dtype` is given; the
-    weights are no views of the file, which may be overwritten in place."""
+    """Shards load as one checkpoint, in the stored dtype unless `dtype` is given; the weights are
+    no views of the files, which may be overwritten in place."""
     model = random_model(tiny()).to(torch.bfloat16)
-    HF.save_checkpoint(model, tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    (tmp_path / "model.safetensors").unlink()
-    parts = {"a.safetensors": sorted(tensors)[::2], "b.safetensors": sorted(tensors)[1::2]}
-    for file, keys in parts.items():
-        save_file({k: tensors[k] for k in keys}, tmp_path / file)
-    index = {"weight_map": {k: file for file, keys in parts.items() for k in keys}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    HF.save_checkpoint(model, tmp_path, max_shard_bytes=60_000)
     loaded = [HF.load_checkpoint(tmp_path, dtype=dtype) for dtype in (None, torch.float32)]
-    for file in parts:
-        with open(tmp_path / file, "r+b") as f:
-            f.write(b"\0" * (tmp_path / file).stat().st_size)
+    for file in tmp_path.glob("model-*.safetensors"):
+        with open(file, "r+b") as f:
+            f.write(b"\0" * file.stat().st_size)
     for got, dtype in zip(loaded, (torch.bfloat16, torch.float32), strict=True):
         assert bitwise_equal(got.state_dict(), model.to(dtype).state_dict())
 
@@ -2002,10 +1599,8 @@ def test_weights_peak_memory_of_loading_is_the_model_plus_one_tensor(tmp_path):
     moe = dict(moe_layers=(0, 2, 3, 4, 5), n_experts=6, n_experts_per_token=2, expert_ffn_dim=2048)
     config = replace(config, ffn_dim=2048, family="qwen3_moe", qk_norm=True, **moe)
     with torch.device("meta"):
-        model = M.Transformer(config).to(torch.bfloat16)
-    model = model.to_empty(device="cpu")
-    for p in model.parameters():
-        p.data.fill_(0.25)
+        model = M.Transformer(config)
+    HF.allocate(model, "cpu", torch.bfloat16)
     size = sum(p.nbytes for p in model.parameters())
     largest = max(t.nbytes for t in HF.hf_tensors(model).values())
     assert size >= 500e6 and largest < 0.08 * size
@@ -2026,91 +1621,57 @@ print((status("VmHWM") - before) * 1024)
     assert size <= int(done.stdout) <= 1.05 * size + largest
 
 
-def test_weights_saved_over_others_leave_no_mixture(tmp_path):
-    """A model saved over one with the same shapes and another rope_theta, sharded or not, and
-    interrupted at each write and each removal: the folder loads as the old or the new checkpoint,
-    or is refused. A whole save leaves no old shard; other files are kept."""
-    old, new = random_model(tiny(), 0), random_model(tiny(rope_theta=77.0), 1)
-    tokens, seen = random_tokens(tiny(), 1, 9), set()
-    for stop_at, sizes in product(range(30), product((60_000, 10**9), repeat=2)):
-        folder = tmp_path / f"{stop_at} {sizes}"
-        HF.save_checkpoint(old, folder, sizes[0])
-        (folder / "model_ema.safetensors").write_text("another's")
+@pytest.mark.parametrize("theta", [10000.0, 77.0])
+def test_weights_saved_over_others_leave_no_mixture(theta, tmp_path):
+    """A model saved over one with the same shapes, sharded or not, in a process that dies with a
+    file half written, or at any later call: the folder loads as the old or the new checkpoint; if
+    their rope_theta differs it may be refused. A whole save leaves no old shard; other files are
+    kept."""
+    config = tiny(dim=16, n_layers=1, head_dim=4, ffn_dim=16)
+    old, new = random_model(config, 0), random_model(replace(config, rope_theta=theta), 1)
+    tokens, seen = random_tokens(config, 1, 9), set()
+
+    def save_and_die(folder, limit, die_at) -> bool:
+        """Save the new model, die at this call, and say whether there were fewer."""
         calls = itertools.count()
 
-        def counted(f):
-            def run(*args, **kwargs):
-                if next(calls) == stop_at:
-                    raise InterruptedError
-                return f(*args, **kwargs)
-
-            return run
+        def deadly(real, *args):
+            call = next(calls)
+            if call < die_at:
+                return real(*args)
+            if call == die_at and real is save_file:
+                real(*args)
+                os.truncate(args[1], os.path.getsize(args[1]) // 2)
+            raise KeyboardInterrupt
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(HF, "write_atomically", counted(HF.write_atomically))
-            patch.setattr(Path, "unlink", counted(Path.unlink))
-            with contextlib.suppress(InterruptedError):
-                HF.save_checkpoint(new, folder, sizes[1])
-        whole = next(calls) <= stop_at
-        try:
-            logits = HF.load_checkpoint(folder)(tokens)
-            outcome = "old" if torch.equal(logits, old(tokens)) else "new"
-            assert outcome == "old" or torch.equal(logits, new(tokens))
-        except ValueError:
-            outcome = "refused"
-        assert (folder / "model_ema.safetensors").read_text() == "another's"
-        assert not whole or outcome == "new"
-        if whole and sizes[1] > 60_000:
+            for owner, name in ((HF, "save_file"), (os, "fsync"), (os, "replace"), (os, "unlink")):
+                patch.setattr(owner, name, partial(deadly, getattr(owner, name)))
+            with contextlib.suppress(KeyboardInterrupt):
+                HF.save_checkpoint(new, folder, limit)
+        return next(calls) <= die_at
+
+    for old_limit, limit in product((5_000, 10**9), repeat=2):
+        for die_at in itertools.count():
+            folder = tmp_path / f"{old_limit} {limit} {die_at}"
+            HF.save_checkpoint(old, folder, old_limit)
+            (folder / "model_ema.safetensors").write_text("another's")
+            whole = save_and_die(folder, limit, die_at)
+            try:
+                logits = HF.load_checkpoint(folder)(tokens)
+                outcome = "old" if torch.equal(logits, old(tokens)) else "new"
+                assert outcome == "old" or torch.equal(logits, new(tokens))
+            except ValueError:
+                outcome = "refused"
+            seen.add((outcome, whole))
+            assert (folder / "model_ema.safetensors").read_text() == "another's"
+            if whole:
+                break
+        if limit > 5_000:
             names = {"config.json", "model.safetensors", "model_ema.safetensors"}
             assert {path.name for path in folder.iterdir()} == names
-        seen.add((outcome, whole))
-        shutil.rmtree(folder)
-    assert seen == {("old", False), ("new", False), ("refused", False), ("new", True)}
-
-
-SAVE_AND_DIE = """
-import os, sys, torch, model as M
-from huggingface import weights as HF
-config = M.ModelConfig(97, 48, 3, 4, 2, 16, 80)
-def save(value, folder):
-    m = M.Transformer(config)
-    for p in m.parameters(): torch.nn.init.constant_(p, value)
-    HF.save_checkpoint(m, folder)
-def deadly(real, halve):
-    def call(*a, **k):
-        calls.append(real)
-        if len(calls) == die_at:
-            if halve:  # the file is half written
-                real(*a, **k)
-                os.truncate(a[1], os.path.getsize(a[1]) // 2)
-            os.kill(os.getpid(), 9)
-        return real(*a, **k)
-    return call
-for die_at in range(1, 20):
-    folder, calls = f"{sys.argv[1]}/{die_at}", []
-    save(1.0, folder)
-    pid = os.fork()
-    if pid == 0:
-        for where, name in ((HF, "save_file"), (os, "chmod"), (os, "fsync"), (os, "replace")):
-            setattr(where, name, deadly(getattr(where, name), name == "save_file"))
-        save(2.0, folder)
-        os._exit(0)
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    print(die_at, status)
-    if status == 0: break
-"""
-
-
-@pytest.mark.slow
-def test_weights_survive_a_kill_during_a_save(tmp_path):
-    """kill -9 with the file half written, and at each later call: the folder loads, all weights old
-    or all new."""
-    done, outcomes = run("-c", SAVE_AND_DIE, tmp_path), []
-    for line in done.stdout.splitlines():
-        die_at, status = line.split()
-        (value,) = {p.unique().item() for p in HF.load_checkpoint(tmp_path / die_at).parameters()}
-        outcomes.append((int(status), value))
-    assert {(-9, 1.0), (-9, 2.0)} < set(outcomes) and outcomes[-1] == (0, 2.0), done.stderr
+    refused = {("refused", False)} if theta == 77.0 else set()
+    assert seen == {("old", False), ("new", False), ("new", True), *refused}
 
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
@@ -2122,18 +1683,22 @@ class BadFolder:
 
     def __init__(self, folder):
         self.folder, self.config = folder, folder / "config.json"
-        self.weights, self.index = folder / "model.safetensors", folder / f"{HF_INDEX}"
+        self.weights = folder / "model.safetensors"
+        self.index = folder / "model.safetensors.index.json"
         self.shards = sorted(folder.glob("model-*.safetensors"))
 
-    def tensors(self, path=None, **changes):
-        path = path or self.weights
-        changed = load_file(path) | changes
-        save_file({name: x for name, x in changed.items() if x is not None}, path)
+    def tensors(self, **changes):
+        changed = load_file(self.weights) | changes
+        save_file({name: x for name, x in changed.items() if x is not None}, self.weights)
 
     def point(self, name, file):
-        text = json.loads(self.index.read_text()) if self.index.exists() else {"weight_map": {}}
+        text = json.loads(self.index.read_text())
         text["weight_map"][name] = file
         self.index.write_text(json.dumps(text))
+
+    def link_to_nothing(self, path):
+        self.weights.unlink()
+        path.symlink_to("gone")
 
     def swap_shards(self):
         a, b, *_ = self.shards
@@ -2141,54 +1706,23 @@ class BadFolder:
         for source, target in ((a, spare), (b, a), (spare, b)):
             source.rename(target)
 
-    def tensor_in_two_shards(self):
-        a, b, *_ = self.shards
-        name = next(iter(load_file(a)))
-        self.tensors(b, **{name: load_file(a)[name]})
-        self.point(name, b.name)
-
-    def index_outside(self, target, name):
-        self.weights.rename(target)
-        self.point(Q_PROJ, name)
-
     def index_only(self, text):
-        self.weights.unlink()
+        self.weights.rename(self.folder.parent / "x.safetensors")
         self.index.write_text(text)
 
 
-HF_INDEX = "model.safetensors.index.json"
-AGAIN = "download the shards again"
+AGAIN, OUTSIDE = "download the shards again", '{"weight_map": {"x": "../x.safetensors"}}'
 BAD_FOLDERS = {
     "no folder": (lambda f: shutil.rmtree(f.folder), "ckpt.*folder"),
     "no config": (lambda f: f.config.unlink(), "config.json"),
-    "half a config": (
-        lambda f: f.config.write_text(f.config.read_text()[:60]),
-        "config.json.*JSON",
-    ),
+    "half a config": (lambda f: f.config.write_text('{"a":'), "config.json.*JSON"),
     "deep config": (lambda f: f.config.write_text('{"a":' * 100_000), "config.json.*JSON"),
     "no object": (lambda f: f.config.write_text("[1, 2]"), "config.json"),
-    "missing field": (
-        lambda f: f.config.write_text(f.config.read_text().replace('"vocab_size"', '"x"')),
-        "config.json.*vocab_size",
-    ),
+    "no field": (lambda f: f.config.write_text('{"model_type": "llama"}'), "json.*vocab_size"),
     "no weights": (lambda f: f.weights.unlink(), "model.safetensors"),
-    "link to no weights": (
-        lambda f: (f.weights.unlink(), f.weights.symlink_to("gone")),
-        "model.safetensors.*No such file",
-    ),
-    "link to no index": (
-        lambda f: (f.weights.unlink(), f.index.symlink_to("gone")),
-        "index.json.*No such file",
-    ),
-    "truncated": (
-        lambda f: f.weights.write_bytes(f.weights.read_bytes()[:-100]),
-        "model.safetensors.*truncated",
-    ),
-    "truncated in the header": (
-        lambda f: f.weights.write_bytes(f.weights.read_bytes()[:30]),
-        "model.safetensors.*truncated",
-    ),
-    "empty weights": (lambda f: f.weights.write_bytes(b""), "model.safetensors"),
+    "link to no weights": (lambda f: f.link_to_nothing(f.weights), "safetensors.*No such file"),
+    "link to no index": (lambda f: f.link_to_nothing(f.index), "index.json.*No such file"),
+    "truncated": (lambda f: os.truncate(f.weights, 9000), "model.safetensors.*truncated"),
     "missing tensor": (lambda f: f.tensors(**{Q_PROJ: None}), f"missing.*{Q_PROJ}"),
     "unexpected tensor": (lambda f: f.tensors(surprise=torch.ones(2)), "unexpected.*surprise"),
     "wrong shape": (lambda f: f.tensors(**{Q_PROJ: torch.ones(3, 5)}), r"q_proj.*\[3, 5\]"),
@@ -2196,25 +1730,10 @@ BAD_FOLDERS = {
         lambda f: f.tensors(**{Q_PROJ: torch.ones(64, 48, dtype=torch.int8)}),
         "I8.*known",
     ),
-    "index outside": (
-        lambda f: f.index_outside(f.folder.parent / "x.safetensors", "../x.safetensors"),
-        "index.json.*../x.safetensors",
-    ),
-    "index absolute": (
-        lambda f: f.index_outside(f.folder / "x.safetensors", f"{f.folder}/x.safetensors"),
-        "index.json.*outside",
-    ),
-    "index names nothing": (
-        lambda f: f.index_only(json.dumps({"weight_map": {Q_PROJ: "gone.safetensors"}})),
-        "gone.safetensors",
-    ),
+    "index outside": (lambda f: f.index_only(OUTSIDE), "outside.*../x.safetensors"),
     "index broken": (lambda f: f.index_only('{"weight_map": '), "index.json"),
     "shards swapped": (lambda f: f.swap_shards(), AGAIN),
-    "shards: index lists a missing tensor": (
-        lambda f: f.point("surprise", f.shards[0].name),
-        f"surprise.*{AGAIN}|{AGAIN}.*surprise",
-    ),
-    "shards: tensor in two": (lambda f: f.tensor_in_two_shards(), AGAIN),
+    "shards: index lists more": (lambda f: f.point("more", f.shards[0].name), f"more.*{AGAIN}"),
     "shards: name of two lines": (lambda f: f.point("a", "b\nc"), r"missing files: 'b\\nc'"),
     "shards: one is missing": (lambda f: f.shards[1].unlink(), "lists missing files"),
     "tied: the head differs": (
@@ -2237,83 +1756,32 @@ def test_weights_of_a_bad_folder_are_refused(fault, tmp_path, capsys):
     assert error.count("\n") == 1 and str(tmp_path) in error and re.search(words, error), error
 
 
-@pytest.mark.slow
-def test_weights_and_model_alone_in_an_empty_folder(tmp_path):
-    """Copied into an empty folder, model.py imports, builds and runs; together with
-    huggingface/weights.py it saves and loads."""
-    shutil.copy(REPO / "model.py", tmp_path)
-    code = """
-import sys, torch, model as M
-m = M.Transformer(M.CONFIGS["draft"]).eval()
-tokens = torch.randint(0, 4096, (1, 9))
-logits = m(tokens)
-import weights as HF
-HF.save_checkpoint(m, "x")
-assert torch.equal(logits, HF.load_checkpoint("x")(tokens))
-print("ran", {"generate", "train", "triton"} & set(sys.modules) or "alone")
-"""
-    env = {"PYTHONPATH": str(tmp_path)}
-    done = run("-c", code, cwd=tmp_path, env=env)
-    assert "No module named 'weights'" in done.stderr  # all before that line ran
-    shutil.copy(FILES["weights"], tmp_path)
-    done = run("-c", code, cwd=tmp_path, env=env)
-    assert done.returncode == 0 and done.stdout.strip() == "ran alone", done.stderr
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_weights_pooled_kv_heads_are_means(family, tmp_path, capsys):
-    """huggingface.convert: with key-value heads that are equal within each group the logits are
-    unchanged; in general each head is the mean of its group; tokenizer files are copied."""
-    config = tiny(family=family, n_kv_heads=4, qkv_bias=family == "qwen2")
-    model = random_model(config)
-    equal = copy.deepcopy(model)
-    tokens = random_tokens(config, 2, 9)
-    for layer in equal.layers:
-        for linear in (layer.attention.k_proj, layer.attention.v_proj):
-            for p in linear.parameters():
-                heads = p.data.unflatten(0, (2, 2, 16))
-                heads[:, 1] = heads[:, 0]
-    want = equal(tokens)
-    pooled = CONVERT.pool_kv_heads_(equal, 2)
-    assert pooled.config.n_kv_heads == 2
-    close(pooled(tokens), want, 1e-5)
+def test_weights_pooled_kv_heads_are_means(tmp_path, capsys):
+    """huggingface.convert: the logits of the model whose key-value heads are the means of their
+    groups; tokenizer files are copied."""
+    config = tiny(family="qwen2", n_kv_heads=4, qkv_bias=True)
+    model, tokens = random_model(config), random_tokens(config, 2, 9)
+    kv = [p.data for name, p in model.named_parameters() if re.search(r"\.[kv]_proj", name)]
+    groups = [p.unflatten(0, (2, 2, 16)) for p in kv]
+    for heads in groups:
+        heads[:, 1] = heads[:, 0]
+    want = model(tokens)
+    for heads in groups:
+        change = torch.randn(heads[:, 0].shape)
+        heads[:, 0] += change
+        heads[:, 1] -= change
     HF.save_checkpoint(model, tmp_path / "mha")
     (tmp_path / "mha" / "tokenizer.model").write_text("x")
-    argv = [str(tmp_path / "mha"), str(tmp_path / "gqa"), "--kv-heads"]
-    assert CONVERT.main([*argv, "1"]) == 0
+    mha = str(tmp_path / "mha")
+    convert = lambda out, heads: CONVERT.main([mha, str(tmp_path / out), "--kv-heads", heads])
+    assert convert("gqa", "2") == 0
     assert (tmp_path / "gqa" / "tokenizer.model").read_text() == "x"
-    loaded = HF.load_checkpoint(tmp_path / "gqa")
-    for old, new in zip(model.layers, loaded.layers, strict=True):
-        for name in ("k_proj", "v_proj"):
-            a, b = (getattr(layer.attention, name) for layer in (old, new))
-            for x, y in zip(a.parameters(), b.parameters(), strict=True):
-                close(y, x.unflatten(0, (4, 16)).mean(0), 1e-6)
-    other = [argv[0], str(tmp_path / "other"), "--kv-heads", "3"]
-    file = [argv[0], str(tmp_path / "mha" / "config.json"), "--kv-heads", "1"]
-    refused = {"--kv-heads 3 must divide .* 4": other, "not empty": [*argv, "1"], "folder": file}
-    for words, bad in refused.items():
-        assert CONVERT.main(bad) == 2
-        assert re.search(words, capsys.readouterr().err)
-
-
-@pytest.mark.slow
-def test_weights_uptraining_recovers_most_of_what_pooling_lost(tmp_path):
-    """The shipped model with one key-value head in place of two: 60 steps bring the loss more than
-    half of the way back (GQA, section 3.3)."""
-    CONVERT.main([str(SMALL), str(tmp_path / "mqa"), "--kv-heads", "1"])
-    flags = "--steps 60 --seq-len 128 --batch-size 8 --micro-batch-size 8 --lr 1e-3 --device cpu"
-    trained("--init", tmp_path / "mqa", "--out", tmp_path / "run", *flags.split())
-    text = Path(ast.__file__).read_text()[:20000]
-
-    def loss(folder):
-        model, tokenizer = HF.load_checkpoint(folder, "cpu", torch.float32), K.load_tokenizer(SMALL)
-        ids = torch.tensor(tokenizer.encode(text, True)[: 8 * 257]).view(8, 257)
-        with torch.no_grad():
-            return F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).item()
-
-    before, pooled, after = map(loss, (SMALL, tmp_path / "mqa", tmp_path / "run"))
-    assert pooled > before + 0.5
-    assert after < before + 0.5 * (pooled - before)
+    pooled = HF.load_checkpoint(tmp_path / "gqa")
+    assert pooled.config.n_kv_heads == 2
+    close(pooled(tokens), want, 1e-5)
+    bad = [("x", "3", "--kv-heads 3 must divide .* 4"), ("gqa", "1", "not empty")]
+    for out, heads, words in (*bad, ("mha/config.json", "1", "folder")):
+        assert convert(out, heads) == 2 and re.search(words, capsys.readouterr().err)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2426,10 +1894,12 @@ ADDED = {
     "4100": added_token("<think>", single_word=True),
     "4101": added_token("<tool>x"),
 }
+ADDED = {"added_tokens_decoder": ADDED, "pad_token": "[PAD]"}
 NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 BEGIN = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
 FAST, LLAMA = ({"tokenizer_class": name} for name in ("PreTrainedTokenizerFast", "LlamaTokenizer"))
 LLAMA2 = LLAMA | NAMES | {"add_bos_token": True, "legacy": False}
+DEEPSEEK = {"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": True}
 QWEN = FAST | {"bos_token": None, "eos_token": "<|end|>"}
 QWEN["added_tokens_decoder"] = {"903": added_token("<think>", special=True, rstrip=True)}
 
@@ -2442,10 +1912,7 @@ FOLDERS = {  # name -> which tokenizer.json, the other JSON files of the folder
     "llama3": ("llama3", llama_files(BEGIN | FAST)),
     "no config": ("llama3", {}),
     "qwen": ("qwen", llama_files(QWEN)),
-    "deepseek": (
-        "qwen",
-        llama_files(BEGIN | {"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": True}),
-    ),
+    "deepseek": ("qwen", llama_files(BEGIN | DEEPSEEK)),
     "older files": (
         "qwen",
         dict(
@@ -2462,10 +1929,7 @@ FOLDERS = {  # name -> which tokenizer.json, the other JSON files of the folder
     "llama2 without config.json": ("llama2", dict(tokenizer_config=LLAMA2)),
     "llama2 legacy": ("llama2", llama_files(LLAMA2 | {"legacy": True})),
     "llama2 no prefix": ("llama2", llama_files(LLAMA2 | {"add_prefix_space": False})),
-    "llama2 added": (
-        "llama2",
-        llama_files(LLAMA2 | {"added_tokens_decoder": ADDED, "pad_token": "[PAD]"}),
-    ),
+    "llama2 added": ("llama2", llama_files(LLAMA2 | ADDED)),
     "llama2 older": (
         "llama2",
         llama_files(
@@ -2580,7 +2044,9 @@ def test_tokenizer_json_that_adds_its_own_bos(text_folders, tmp_path):
 def test_tokenizer_pieces_and_ids_without_a_token(text_folders, tmp_path):
     """Ids past the vocabulary, or in a gap before an added token, decode to nothing. piece() shows
     a token's text, a special token's name, the bytes of a part of a character, an id without a
-    token."""
+    token. DummyTokenizer: bytes in, ids out."""
+    dummy = K.DummyTokenizer(100)
+    assert dummy.encode("aé") == [97, 0xC3 % 100, 0xA9 % 100] and dummy.decode([5, 7]) == "<5><7>"
     write_json(tmp_path, tokenizer_config={"added_tokens_decoder": {"5000": added_token("<new>")}})
     shutil.copy(SMALL / "tokenizer.model", tmp_path)
     tokenizer, text = K.load_tokenizer(tmp_path), "def f():\n  return '🦙'"
@@ -2596,17 +2062,10 @@ def test_tokenizer_pieces_and_ids_without_a_token(text_folders, tmp_path):
         assert tokenizer.piece(size) == f"<{size}>"
 
 
-def test_tokenizer_dummy_prints_ids():
-    """DummyTokenizer, for random weights: bytes in, ids out."""
-    tokenizer = K.DummyTokenizer(100)
-    assert tokenizer.encode("aé") == [97, 0xC3 % 100, 0xA9 % 100]
-    assert tokenizer.decode([5, 7]) == "<5><7>" and tokenizer.piece(5) == "<5>"
-
-
 # ---- Streams ----
 
 
-STREAMED = ["llama3", "qwen", "llama2", "llama2 no prefix", "mistral", "llama2/pieces", SMALL]
+STREAMED = ["qwen", "llama2", "llama2/pieces", SMALL]
 
 
 @pytest.mark.parametrize("name", STREAMED)
@@ -2793,14 +2252,11 @@ BAD_TEMPLATES = [  # chat_template, a regex of the error
     ("{{ dict.update(messages[0], role='system') }}", "has no attribute 'update'"),
     ("{{ ''.__class__.__mro__ }}", "violates the sandbox"),
     ("{{ messages.append(1) }}", "violates the sandbox"),
-    ("{{ messages[0].update(role='system') }}", "violates the sandbox"),
     ("{{ messages | attr('__class__') }}", "violates the sandbox"),
-    ("{{ messages | map(attribute='__class__') | list }}", "violates the sandbox"),
     ("{{ '{0.__class__.__mro__}'.format(messages) }}", "violates the sandbox"),
     ("{{ namespace(__class__=1) }}", "violates the sandbox"),
     ("{% set ns = namespace() %}{% set ns.__init__ = 1 %}", "violates the sandbox"),
     ("{% generation %}{{ self.__init__ }}{% endgeneration %}", "violates the sandbox"),
-    ("{{ messages['__class__'] }}", "violates the sandbox"),
 ]
 
 
@@ -2843,12 +2299,10 @@ BAD_FILES = [  # file, content (None: a link to a missing file), a regex of the 
     ("tokenizer.model", POINTER, "git lfs pull"),
     ("tokenizer.json", {"model_type": "llama"}, "it is other JSON"),
     ("tokenizer.json", b'{"version": "1.0", "mod', "truncated"),
-    ("tokenizer.json", PIECES[:1000], "copy it again"),
     ("tokenizer_config.json", [1], "not a JSON object"),
     ("tokenizer_config.json", b"\xff", "copy it again"),
     ("tokenizer_config.json", b"[" * 100_000, "copy it again"),
     ("tokenizer_config.json", {"add_bos_token": "yes"}, "add_bos_token must be true or false"),
-    ("tokenizer_config.json", {"bos_token": 3}, "bos_token must be Unicode text"),
     ("tokenizer_config.json", {"bos_token": "\ud800"}, "bos_token must be Unicode text"),
     *((file, None, "cannot be read .No such file") for file in TOKENIZER_FILES),
     ("tokenizer_config.json", {"bos_token": {"text": "<s>"}}, "bos_token .*content"),
@@ -2858,13 +2312,11 @@ BAD_FILES = [  # file, content (None: a link to a missing file), a regex of the 
     ("tokenizer_config.json", {"additional_special_tokens": "<s>"}, "additional_special_tokens"),
     ("tokenizer_config.json", {"extra_special_tokens": [1]}, "extra_special_tokens must"),
     ("tokenizer_config.json", {"extra_special_tokens": {"a_token": 1}}, "a_token must"),
-    ("special_tokens_map.json", b"", "empty"),
     ("special_tokens_map.json", {"eos_token": []}, "eos_token must"),
-    ("added_tokens.json", {"<a>": "4"}, "an integer"),
     ("added_tokens.json", {"<a>": -4}, "an integer"),
     *(
         ("generation_config.json", {"eos_token_id": value}, "eos_token_id must be")
-        for value in ("2", [1, None], True)
+        for value in ("2", [1, None])
     ),
 ]
 
@@ -2898,17 +2350,6 @@ def test_tokenizer_eos_ids_of_config_and_generation_config(tmp_path):
         folder = write_json(tmp_path, generation_config={"eos_token_id": value})
         assert K.eos_ids(folder, (2,)) == ids
     assert K.eos_ids(write_json(tmp_path, generation_config={}), ()) == ()
-
-
-def test_tokenizer_py_alone_in_a_folder(tmp_path):
-    """Copied into an empty folder, tokenizer.py checks itself, and imports no optional library."""
-    shutil.copy(FILES["tokenizer"], tmp_path)
-    heavy = "{'torch', 'transformers', 'sentencepiece', 'tokenizers', 'jinja2'}"
-    main = "runpy.run_path('tokenizer.py', run_name='__main__')"
-    done = run(
-        "-c", f"import runpy, sys; {main}; assert not {heavy} & {{*sys.modules}}", cwd=tmp_path
-    )
-    assert done.returncode == 0 and "us per token" in done.stdout, done.stderr
 
 
 # --------------------------------------------------------------------------------------------------
@@ -3103,6 +2544,7 @@ def check(attend, p: dict, reference=A.attention_reference) -> None:
     got = outcome(attend, leaves, flags, weights)
     want = outcome(reference, to_float64(leaves), to_float64(flags), weights)
     assert got["o"].dtype == leaves["q"].dtype and got.keys() == want.keys()
+    assert got["lse"].dtype == torch.promote_types(leaves["q"].dtype, torch.float32)
     bound = error_bounds(p, leaves, flags, weights)
     off = {name: error(got[name], want[name]) for name in want}
     wrong = {n: e for n, e in off.items() if not e <= bound.get(n, bound["gradient"])}
@@ -3240,7 +2682,7 @@ def named_case(name: str) -> dict:
 CASE_NAMES = [*map(str, range(0, FUZZ, 4)), *CORNERS]
 PLAIN = [partial(A.chunked_attention, chunk=n) for n in (7, 16)]
 PLAIN += [partial(A.online_attention, chunk=7), A.flash_attention]
-SLOW_SEEDS = [pytest.param(str(n), marks=pytest.mark.slow) for n in range(10, 100)]
+SLOW_SEEDS = [pytest.param(str(n), marks=pytest.mark.slow) for n in range(20, 60)]
 
 
 @pytest.mark.parametrize("name", CASE_NAMES)
@@ -3317,7 +2759,7 @@ DECODE_CORNERS = dict(
 
 
 @pytest.mark.parametrize(
-    "name", one_in(2, [*map(str, range(20)), *DECODE_CORNERS, *SLOW_SEEDS[10:30]])
+    "name", one_in(2, [*map(str, range(20)), *DECODE_CORNERS, *SLOW_SEEDS[:20]])
 )
 def test_attention_decode_equals_the_reference(name, monkeypatch):
     """Split-KV decoding over ragged caches, with kernels and without; a sink counts once for any
@@ -3378,7 +2820,7 @@ def test_attention_fuzzing_detects_mistakes(mistake):
     found, change = [], MISTAKES[mistake]
     for p in map(draw, range(FUZZ)):
         leaves, flags, _ = build(p)
-        if len(found) < 40 and change(p, leaves | flags):
+        if len(found) < 16 and change(p, leaves | flags):
             spoiled = lambda **a: A.attention_reference(**a | change(p, a))
             try:
                 check(A.attention_reference, p, spoiled)
@@ -3389,20 +2831,8 @@ def test_attention_fuzzing_detects_mistakes(mistake):
 
 
 # --------------------------------------------------------------------------------------------------
-# attention.py: properties
+# attention.py: properties, visited tiles, compilation, bad input
 # --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_attention_output_is_o_or_o_and_lse(dtype):
-    """o in the inputs' dtype, the same with return_lse, and lse float32 of shape (B, Hq, T)."""
-    q, k, v = qkv(5, 9, 2, dtype=dtype)
-    want = A.attention_reference(q.double(), k.double(), v.double())
-    for attend in (A.attention_reference, A.flash_attention, *PLAIN[:3]):
-        o, lse = attend(q, k, v, return_lse=True)
-        assert torch.equal(attend(q, k, v), o) and o.dtype == dtype
-        assert lse.shape == (2, 4, 5) and lse.dtype == torch.float32
-        close(o, want, TOLERANCE[dtype])
 
 
 def test_attention_in_plain_torch_is_fp32_under_autocast():
@@ -3453,9 +2883,9 @@ def test_attention_merged_partial_attention_equals_the_whole(packed):
     weights = normal(*lead, T, 2, 16), normal(*lead, 2, T, dtype=torch.float32)
 
     def part(q, k, v, a=0, b=S, **more):
-        ends = dict(cu_seqlens_q=int32(0, T), cu_seqlens_k=int32(0, b - a)) if packed else {}
-        k, v = k[..., a:b, :, :], v[..., a:b, :, :]
-        return A.flash_attention(q, k, v, causal=False, bias=bias[:, a:b], **ends, return_lse=True)
+        flags = dict(causal=False, bias=bias[:, a:b], return_lse=True)
+        flags |= dict(cu_seqlens_q=int32(0, T), cu_seqlens_k=int32(0, b - a)) if packed else {}
+        return A.attention_reference(q, k[..., a:b, :, :], v[..., a:b, :, :], **flags)
 
     def merged(q, k, v, **more):
         parts = [part(q, k, v, a, b) for a, b in ((0, 7), (7, 30), (30, S))]
@@ -3476,17 +2906,19 @@ def test_attention_nan_stays_in_its_packed_sequence():
     assert bitwise_equal(*found) and found[0]["dk"].any()
 
 
-@pytest.mark.parametrize("wanted", ["q", "sinks", "k bias"])
-def test_attention_gradients_of_each_subset_of_inputs(wanted):
+def test_attention_gradients_of_each_subset_of_inputs():
     """A tensor's gradient is the same whichever other gradients are required."""
-    leaves, flags, weights = build(case(**BUSY, bias=[True, True, True]))
+    leaves, flags, weights = build(case(**BUSY, bias=[True, True, True], sizes=[(20, 20)]))
     full = outcome(A.flash_attention, leaves, flags, weights)
-    kept = {name: leaves.pop(name) for name in wanted.split()}
-    got = outcome(A.flash_attention, kept, flags | leaves, weights)
-    assert all(error(got[name], full[name]) <= 1e-6 for name in got) and len(got) == 2 + len(kept)
+    for wanted in ("q", "sinks", "k bias"):
+        kept = {name: leaves[name] for name in wanted.split()}
+        rest = {name: x for name, x in leaves.items() if name not in kept}
+        got = outcome(A.flash_attention, kept, flags | rest, weights)
+        assert all(error(got[name], full[name]) <= 1e-6 for name in got)
+        assert len(got) == 2 + len(kept)
 
 
-@pytest.mark.parametrize("T, n_splits", [(1, 1), (1, 8), (3, 5)])
+@pytest.mark.parametrize("T, n_splits", [(1, 1), (3, 5)])
 def test_attention_decode_is_batch_invariant(T, n_splits):
     """A row gives the same bits alone, in a batch, and in a batch of another order."""
     rows, lengths = qkv(T, 53, 3, heads=2, kv_heads=1), int32(53, 7, 30)
@@ -3510,23 +2942,9 @@ def test_attention_sparse_blocks(n_q, n_k, local, global_, stride):
         want = abs(qb - kb) < local or kb < global_ or qb < global_
         want = want or stride > 0 and (qb - kb) % stride == 0
         assert got[row, kb].item() == want, (row, kb)
-    i, j, causal = (
-        4 * torch.arange(n_q) + 4 * (n_k - n_q),
-        4 * torch.arange(n_k) + 3,
-        got.tril(n_k - n_q),
-    )
-    spec = M.SparseBlocks(4, local, global_, stride)
-    assert torch.equal(spec.mask(i, j).tril(n_k - n_q), causal)
-
-
-@pytest.mark.parametrize("lengths", [(3, 1, 4), (5,), (2, 0, 3)], ids=str)
-def test_attention_pack(lengths):
-    """pack concatenates sequences, with positions that restart at 0 and their cu_seqlens."""
-    sequences = [list(range(10 * n, 10 * n + n)) for n in lengths]
-    tokens, positions, ends = A.pack([torch.tensor(s, dtype=torch.long) for s in sequences])
-    assert tokens.tolist() == [sum(sequences, [])]
-    assert positions.tolist() == [i for n in lengths for i in range(n)]
-    assert ends.tolist() == [0, *accumulate(lengths)] and ends.dtype == torch.int32
+    i, j = 4 * torch.arange(n_k - n_q, n_k), 4 * torch.arange(n_k) + 3
+    mask = M.SparseBlocks(4, local, global_, stride).mask(i, j)
+    assert torch.equal(mask.tril(n_k - n_q), got.tril(n_k - n_q))
 
 
 needs_fp8 = pytest.mark.skipif(
@@ -3540,7 +2958,7 @@ def test_attention_fp8_error():
     that nothing was rounded. With outlier channels the Hadamard rotation at least halves it."""
 
     def fp8_error(outlier: float, causal=True, **flags) -> float:
-        q, k, v = qkv(160, 160, 1, heads=2, kv_heads=1, D=64, dtype=torch.float16)
+        q, k, v = qkv(96, 96, 1, heads=2, kv_heads=1, D=64, dtype=torch.float16)
         for x in (q, k):
             x[..., [3, 17]] *= outlier
         got = A.flash_attention_fp8(q, k, v, causal=causal, **flags)
@@ -3555,42 +2973,21 @@ def test_attention_fp8_error():
         close(h.abs(), torch.full((D, D), D**-0.5).double(), 1e-6)
 
 
-@needs_fp8
-@pytest.mark.slow
-def test_attention_fp8_blocks_and_rotation_beat_one_scale(monkeypatch):
-    """On FlashAttention-3's data with outliers (section 4.3), N(0, 1) + Bernoulli(0.001) N(0, 100),
-    the error is below that with one scale per tensor and no rotation (0.053 and 0.066)."""
-
-    def sample(i):
-        outlier = torch.rand(1, 512, 2, 64, generator=seeded(i + 9)) < 1e-3
-        return normal(1, 512, 2, 64, rng=seeded(i), dtype=torch.float32) + 10 * (
-            normal(1, 512, 2, 64, rng=seeded(i + 5), dtype=torch.float32) * outlier.to(DEVICE)
-        )
-
-    def one_scale(x, **_):
-        scale = x.float().abs().amax() / 448
-        shape = len(x), x.shape[2], -(-x.shape[1] // A.FP8_BLOCK)
-        return (x.float() / scale).to(E4M3), scale.expand(shape).contiguous()
-
-    states = [sample(i) for i in range(3)]
-    exact = A.attention_reference(*(x.double() for x in states))
-    off = lambda **flags: relative(A.flash_attention_fp8(*states, **flags).double(), exact)
-    with_blocks = off()
-    monkeypatch.setattr(A, "quantize_blocks", one_scale)
-    assert with_blocks < 0.85 * off(hadamard=False)
-
-
 FP8_QUANTIZED = [(130, 64, True, False), (257, 32, False, True), (9, 8, True, True)]
 
 
 @needs_fp8
 @pytest.mark.parametrize("T, D, hadamard, transposed", FP8_QUANTIZED)
 def test_attention_fp8_kernel_quantizes_like_plain_torch(T, D, hadamard, transposed):
-    """Scales are equal, values too up to rounding; transposed only changes the layout; rows past
-    the end are not read. The interpreter halves values that are rounded up to a power of two."""
+    """Scales, which map the largest value of 128 rows to 448, are equal, values too up to rounding;
+    transposed only changes the layout; rows past the end are not read. The interpreter halves
+    values that are rounded up to a power of two."""
     x = 3 * normal(2, T, 3, D).transpose(0, 1).contiguous().transpose(0, 1)[:, : T - 1]
     got, scale = A._quantize(x, hadamard, transposed)
     want, want_scale = A.quantize_blocks(x.cpu().float(), hadamard=hadamard)
+    rotated = x.cpu().float() @ A.hadamard_matrix(D) if hadamard else x.cpu().float()
+    blocks = [block.abs().amax((1, 3)) / 448 for block in rotated.split(128, 1)]
+    close(want_scale, torch.stack(blocks, -1), 1e-5)
     close(scale.cpu(), want_scale, 1e-5)
     got8, want8 = got.cpu().float(), want.float()
     step = torch.maximum(want8.abs() / 8, torch.tensor(2.0**-9))  # between values of e4m3
@@ -3623,11 +3020,6 @@ def test_attention_fp8_blocks_have_their_own_scales(monkeypatch):
     assert not A.flash_attention_fp8(*qkv(3, 0, 1)).any()  # no keys
 
 
-# --------------------------------------------------------------------------------------------------
-# attention.py: visited tiles, compilation, bad input
-# --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.skipif(not A.INTERPRET, reason="counts Python calls of the interpreter")
 def test_attention_only_visible_tiles_are_computed(monkeypatch):
     """Tiles computed, forward and backward: O(T W) for a window, so twice the length is twice the
@@ -3649,15 +3041,15 @@ def test_attention_only_visible_tiles_are_computed(monkeypatch):
             o.sum().backward()
         return len(calls)
 
-    assert count(128, causal=False) == 64 and count(128) == 8 * 9 // 2
-    for n in (8, 16):  # tiles of queries; a window of 17 needs one more tile of keys
+    assert count(64, causal=False) == 16 and count(64) == 4 * 5 // 2
+    for n in (4, 8):  # tiles of queries; a window of 17 needs one more tile of keys
         assert count(16 * n, window=17) == 2 * n - 1
         assert count(16 * n, window=17, grad=True) == 2 * (2 * n - 1)
-    assert count(128, cu_seqlens_q=int32(0, 32, 80, 128)) == 3 + 6 + 6
-    visit = A.sparse_blocks(4, 4, local=1, global_=1).tril().to(DEVICE)
+    assert count(80, cu_seqlens_q=int32(0, 32, 80)) == 3 + 6
+    visit = A.sparse_blocks(3, 3, local=1, global_=1).tril().to(DEVICE)
     visited, mask = int(visit.sum()), A.BlockMask(visit, 32)  # blocks of four tiles each
-    assert count(128, block_mask=mask) == 4 * visited
-    assert count(128, block_mask=mask, grad=True) == 8 * visited
+    assert count(96, block_mask=mask) == 4 * visited
+    assert count(96, block_mask=mask, grad=True) == 8 * visited
 
 
 FIXED_MAX_CASES = [  # sign of outliers, at which of 128 keys, splits computed exactly
@@ -3722,22 +3114,19 @@ def test_attention_compiled_or_checkpointed_equals_eager(graph):
 # Cases whose tile sizes and code depend on the GPU: fp32, wide heads, and all flags at once, in
 # tiles so small that ptxas takes seconds, not minutes
 SOME_COMPILED = [
-    *("flash()", "decode(n_splits=8)", "decode(576, Hq=128, Hkv=1, latent_dim=512)"),
+    *("flash()", "flash(64, dtype=torch.float32)"),
+    "decode(576, Hq=128, Hkv=1, latent_dim=512)",
     "decode(n_splits=8, fixed_max=4.0, softcap=5.0, sinks=make(8))",
-    "flash(256, packed=True, cu_seqlens_q=int32(0, 300), **busy)",
-    "flash(64, dtype=torch.float32)",
 ]
-ALL_COMPILED = [
-    *SOME_COMPILED[:4],
+WIDE_COMPILED = ["flash(256, packed=True, cu_seqlens_q=int32(0, 300), **busy)"]
+MORE_COMPILED = [
+    *("decode(256)", "decode(64, T=128)", "decode(n_splits=8)", "flash(192, 128)", "flash(256)"),
+    "flash(96, causal=False, alibi_slopes=torch.rand(4))",
     "flash(packed=True, cu_seqlens_q=int32(0, 300), **busy)",
-    *(f"flash({D})" for D in ("16", "64", "96", "192, 128", "256")),
-    *(f"flash(64, dtype=torch.{dtype})" for dtype in ("float16", "float32")),
-    "flash(64, causal=False, alibi_slopes=torch.rand(4))",
     "flash(block_mask=A.BlockMask(torch.ones(3, 3).bool(), 128), **busy)",
-    *(f"decode({D}, T={T})" for D in (64, 256) for T in (1, 128)),
 ]
 FP8_COMPILED = ["A.flash_attention_fp8(*(make(1, 300, 4, 128).detach() for _ in range(3)))"]
-FP8_COMPILED += [f"A._quantize(make(1, 300, 4, {D}).detach(), True, True)" for D in (64, 128, 256)]
+FP8_COMPILED += ["A._quantize(make(1, 300, 4, 256).detach(), True, True)"]
 SPECIALIZED = ["A.WARP_SPECIALIZE = True", "flash(grad=False)", "flash(64, window=33, grad=False)"]
 OTHER_LENGTHS = """  # of packed rows: the compiled kernels are reused
 for ends in ((0, 300), (0, 50, 701), (0, 7, 7, 90, 1003)):
@@ -3746,25 +3135,21 @@ for ends in ((0, 300), (0, 50, 701), (0, 7, 7, 90, 1003)):
     n = n if ends[1:] != (300,) else len(built)
     assert len(built) == n, built[n:]
 """
-needs_interpreter = pytest.mark.skipif(not A.INTERPRET, reason="needs Triton and no GPU")
+COMPILED = {  # compute capability -> cases
+    80: SOME_COMPILED + WIDE_COMPILED,
+    90: [*SOME_COMPILED, *MORE_COMPILED, *FP8_COMPILED, OTHER_LENGTHS],
+    100: SOME_COMPILED + WIDE_COMPILED + FP8_COMPILED + SPECIALIZED,
+}
 
 
 @pytest.mark.slow
-@needs_interpreter
-@pytest.mark.parametrize(
-    "arch, cases",
-    [
-        (80, SOME_COMPILED),
-        (90, [*ALL_COMPILED, *FP8_COMPILED, OTHER_LENGTHS]),
-        (100, [*SOME_COMPILED, *FP8_COMPILED, *SPECIALIZED]),
-    ],
-    ids=["80", "90", "100"],
-)
-def test_attention_kernels_compile_for_gpus(arch, cases, tmp_path):
+@pytest.mark.skipif(not A.INTERPRET, reason="needs Triton and no GPU")
+@pytest.mark.parametrize("arch", COMPILED)
+def test_attention_kernels_compile_for_gpus(arch, tmp_path):
     """Without a GPU, all kernels compile to machine code for Hopper, and the largest for Ampere and
     Blackwell, and fit into their shared memory: the interpreter checks neither. Packed rows of
     other lengths do not recompile. WARP_SPECIALIZE: the loop over keys is split over warps."""
-    printed = compile_kernels(COMPILE, tmp_path, arch, *cases)
+    printed = compile_kernels(COMPILE, tmp_path, arch, *COMPILED[arch])
     names = ["_backward", "_bias", "_combine", "_delta", "_forward", *["_quantize"] * (arch >= 89)]
     assert printed.strip() == str([name + "_kernel" for name in names])
     kernels = [path.read_text() for path in tmp_path.rglob("_forward_kernel.ttgir")]
@@ -3793,7 +3178,7 @@ PACKED = dict(zip("qkv", qkv(7, 9), strict=True))
 PACKED |= dict(cu_seqlens_q=int32(0, 3, 7), cu_seqlens_k=int32(0, 4, 9))
 VISIT, OTHER = torch.ones(1, 1, dtype=torch.bool, device=DEVICE), DTYPES[1]
 DENSE_BAD = dict(  # argument -> bad values; the message names it
-    v=[normal(2, 9, 1, 16), normal(2, 8, 2, 16), normal(2, 9, 2, 16, dtype=OTHER)],
+    v=[normal(2, 9, 1, 16), normal(2, 8, 2, 16)],
     k=[normal(2, 9, 2, 24), normal(2, 9, 2, 16, dtype=OTHER)],
     q=[normal(2, 7, 4, 16).long(), normal(2, 7, 3, 16)],
     window=[0, -3, 5.0],
@@ -3804,13 +3189,8 @@ DENSE_BAD = dict(  # argument -> bad values; the message names it
     bias=[normal(7, 8), normal(3, 1, 1, 9), normal(1, 2, 4, 7, 9)],
     prefix=[int32(3), int32(3, 3).float()],
     cu_seqlens_k=[int32(0, 9)],
-    block_mask=[
-        A.BlockMask(VISIT.expand(2, 1), 16),
-        A.BlockMask(VISIT.expand(3, 1, 1), 16),
-        A.BlockMask(VISIT.float(), 16),
-        A.BlockMask(VISIT, 0),
-        VISIT,
-    ],
+    block_mask=[VISIT, A.BlockMask(VISIT, 0)]
+    + [A.BlockMask(x, 16) for x in (VISIT.float(), VISIT.expand(2, 1), VISIT.expand(3, 1, 1))],
 )
 PACKED_BAD = dict(
     q=[normal(7, 3, 16)],
@@ -9650,8 +9030,14 @@ for ids, output in zip(prompts, engine.generate(prompts, params), strict=True):
         ids = [*ids, int(target(torch.tensor([ids]))[0, -1].argmax())]
     assert output.token_ids == ids[-8:], (output, ids)
 """  # greedy decoding's text
+TOKENIZER = """
+import runpy, sys
+runpy.run_path("tokenizer.py", run_name="__main__")
+assert not {"transformers", "sentencepiece", "tokenizers", "jinja2"} & {*sys.modules}
+"""  # no optional library
 # files, a check or a script ("": the program), whether Triton is there, regex of the output
 ALONE = [
+    ("tokenizer", TOKENIZER, "installed", "us per token"),
     ("quantize", "check('cpu')", "installed", ""),
     ("attention", "", "missing", ERROR_AND_TIMES),
     ("paged_kv+model", ENGINE, "installed", ""),
@@ -35802,15 +35188,11 @@ def test_train_moe_expert_parallelism_equals_one_process(
 
 ATTENTION_IN = {  # name -> (config, how many tokens MLA absorbs at once)
     "gqa": (tiny(), 1),
-    "windows": (tiny(windows=(4, None, 7)), 1),
-    "alibi": (tiny(alibi=True), 1),
     "alibi and windows": (tiny(alibi=True, windows=(5, None, 3)), 1),
-    "q norm": (tiny(qk_norm=True, n_kv_heads=1), 1),
-    "convolved": (tiny(qk_conv=3), 1),
+    "convolved": (tiny(qk_conv=3, qk_norm=True, n_kv_heads=1), 1),
     "sparse": (tiny(sparse_layers=(0, 2), sparse_blocks=(4, 1, 1, 3)), 1),
     "sparse latent": (latent(sparse_layers=(0, 1), sparse_blocks=(4, 2, 0, 0)), 1),
     "latent": (latent(), 0),
-    "latent absorbs 1": (latent(), 1),
     "latent absorbs 9": (latent(), 9),
 }
 attention_in_each = pytest.mark.parametrize(
@@ -35820,8 +35202,8 @@ attention_in_each = pytest.mark.parametrize(
 
 @attention_in_each
 def test_attention_in_the_model_equals_dense_attention(config, absorb_up_to, monkeypatch):
-    """Equal logits, MTP hidden states and gradients; prompts packed in one row give the logits of
-    each alone."""
+    """Equal logits, also under autocast, MTP hidden states and gradients; prompts packed in one row
+    give the logits of each alone."""
     use_plain_torch(monkeypatch)
     model = absorb(random_model(config), absorb_up_to).requires_grad_(True)
     for n in (1, 9, 33):
@@ -35840,6 +35222,9 @@ def test_attention_in_the_model_equals_dense_attention(config, absorb_up_to, mon
         size = max(g.norm() for g in want_grads.values())
         for name, g in want_grads.items():  # with one token the gradient of q is rounding noise
             assert (grads[name] - g).norm() <= 1e-5 * max(g.norm(), 0.01 * size), name
+    with torch.autocast("cpu", torch.bfloat16):  # q, k and v may differ in dtype
+        pair = [model(tokens, attend=f).float() for f in (A.as_attend(), M.causal_attention)]
+        assert relative(*pair) <= 0.05
     prompts = [random_tokens(config, n, seed=n) for n in (7, 1, 20)]
     tokens, positions, cu_seqlens = A.pack(prompts)
     if config.sparse_layers:
@@ -35888,36 +35273,43 @@ ATTENTION_IN_STEPS = {  # (first position of each row, new tokens) of every call
 
 @attention_in_each
 @pytest.mark.parametrize("steps", ATTENTION_IN_STEPS.values(), ids=ATTENTION_IN_STEPS)
-def test_attention_in_a_cache_equals_cache_attend(config, absorb_up_to, steps, monkeypatch):
+def test_attention_in_a_cache_equals_one_forward(config, absorb_up_to, steps, monkeypatch):
     """Prefill in chunks, steps of one or more tokens, and rows at different positions, with and
-    without a limit: equal hidden states, those of MTP too, and equal caches at the end."""
+    without a limit, by KVCache.attend and by as_attend over a cache: the hidden states of one
+    forward, those of MTP too, which does not change the cache's length."""
     use_plain_torch(monkeypatch)
     model, tokens = absorb(random_model(config), absorb_up_to), random_tokens(config, 2, 30)
-    for limited in (True, False):
-        flash, dense = (M.KVCache(config, 2, 32) for _ in range(2))
+    tokens[1, :3] = tokens[0, :3]  # of the shared prompt; the rest of it is another row's
+    whole = [model(tokens, return_hidden=True)]
+    whole += [model.mtp_forward(*whole, tokens)] if len(model.mtp) else []
+    for flash, limited in product((True, False), repeat=2):
+        cache = M.KVCache(config, 2, 32)
+        assert not config.kv_lora_rank or cache.v == [] and cache.k[0].shape == (2, 1, 32, 24 + 8)
         for firsts, n in steps:
             positions = torch.stack([torch.arange(first, first + n) for first in firsts])
-            new, positions = tokens[: len(firsts)].gather(1, positions), positions.squeeze(0)
-            positions = positions[0] if len(set(firsts)) == 1 and len(firsts) > 1 else positions
-            limit = max(firsts) + n if limited else None
-            found = []
-            for attend in (A.as_attend(flash, limit=limit), partial(dense.attend, limit=limit)):
-                found.append([model(new, positions, attend, return_hidden=True)])
-                if len(model.mtp):
-                    found[-1] += [model.mtp_forward(*found[-1], new, positions, attend)]
-            for got, want in zip(*found, strict=True):
-                assert relative(got, want) <= 1e-5, positions
-        assert flash.length == dense.length == max(firsts) + n
-        pairs = zip(flash.k + flash.v, dense.k + dense.v, strict=True)
-        assert all((a - b).norm() <= 1e-5 * b.norm() for a, b in pairs)
+            rows = torch.arange(len(firsts))[:, None]
+            want, new = [x[rows, positions] for x in whole], tokens[rows, positions]
+            positions = positions[0] if len(set(firsts)) == 1 else positions
+            attend = A.as_attend(cache) if flash else cache.attend
+            if limited:
+                limit = max(firsts) + n
+                attend = A.as_attend(cache, limit=limit) if flash else partial(attend, limit=limit)
+            got = [model(new, positions, attend, return_hidden=True)]
+            got += [model.mtp_forward(*got, new, positions, attend)] if len(model.mtp) else []
+            assert cache.length == max(firsts) + n
+            for a, b in zip(got, want, strict=True):
+                assert relative(a, b) <= 1e-5, positions
+        if len(model.mtp):
+            model.mtp_forward(whole[0][:, :1], tokens[:, :1], torch.arange(1), cache.attend)
+            assert cache.length == max(firsts) + n
 
 
 @pytest.mark.parametrize(
     "config, n",
     [
-        (tiny(alibi=True, windows=(5, None, 3)), 9),
-        (latent(), 9),
-        (tiny(sparse_layers=(0, 2), sparse_blocks=(16, 1, 0, 0)), 36),
+        (tiny(alibi=True, windows=(5, None), n_layers=2), 9),
+        (latent(n_layers=1, moe_layers=()), 9),
+        (tiny(sparse_layers=(0,), sparse_blocks=(16, 1, 0, 0), n_layers=1), 36),
     ],
 )
 def test_attention_in_the_model_with_kernels(config, n):
@@ -36029,8 +35421,8 @@ def test_attention_in_training_gives_the_same_losses(latent_config, corpus, tmp_
     rows = {}
     for attention in ("sdpa", "flash"):
         out = tmp_path / attention
-        argv = train_argv(corpus, latent_config, out, "--steps", 3, "--attention", attention)
-        trained(*argv[1:])
+        flags = "--steps", 3, "--attention", attention
+        trained(*train_argv(corpus, latent_config, out, *flags))
         rows[attention] = metrics(out)
     assert len(rows["sdpa"]) == 3
     assert losses(rows["flash"]) == pytest.approx(losses(rows["sdpa"]), rel=1e-5)
@@ -36039,58 +35431,47 @@ def test_attention_in_training_gives_the_same_losses(latent_config, corpus, tmp_
     assert SD.saved_run(tmp_path / "sdpa")[2]["run"]["attention"] == "flash"
 
 
-@pytest.mark.slow
-def test_attention_in_training_in_bf16(latent_config, corpus, tmp_path):
-    """Under bf16 autocast, where q, k and v may differ in dtype, the losses are near fp32's."""
-    ends = []
-    for more in (("--dtype", "bf16", "--attention", "flash"), ("--attention", "sdpa")):
-        out = tmp_path / more[-1]
-        trained(*train_argv(corpus, latent_config, out, "--steps", 2, *more)[1:])
-        ends.append(losses(metrics(out)))
-    assert ends[0] == pytest.approx(ends[1], rel=1e-2)
-
-
 def sp_saved(env):
     """Bytes that a block under TP + SP saves, on this rank."""
-    config = tiny(n_heads=8, n_kv_heads=4, n_layers=1, ffn_dim=64)
+    config, T, saved = tiny(n_heads=8, n_kv_heads=4, n_layers=1, ffn_dim=64), 32, {}
     model = random_model(config).requires_grad_(True)
-    mesh = parallel.make_mesh(tp=env.world)
-    parallel.apply_tp(model, mesh, sequence_parallel=True)
-    saved = {}
+    parallel.apply_tp(model, parallel.make_mesh(tp=env.world), sequence_parallel=True)
 
     def save(x):
         if not isinstance(x if x._base is None else x._base, nn.Parameter):
             saved[id(x.untyped_storage())] = x.untyped_storage()
         return x
 
-    T = 32
     x = torch.randn(2, T // env.world, 48, requires_grad=True)
     rope = M.rope_cos_sin(config, torch.arange(T))
-    keep = {id(t.untyped_storage()) for t in rope}
     with torch.autograd.graph.saved_tensors_hooks(save, lambda x: x):
         model.layers[0](x, rope, torch.arange(T), M.causal_attention)
-    return sum(s.nbytes() for i, s in saved.items() if i not in keep)
+    keep = {id(t.untyped_storage()) for t in rope}
+    return sum(storage.nbytes() for i, storage in saved.items() if i not in keep)
 
 
-def test_layout_sequence_parallel_keeps_the_formula_over_t(tmp_path):
+def mesh_ranks(env):
+    """The ranks of this rank's groups in a mesh of 2 x 2 x 2."""
+    mesh = parallel.make_mesh(tp=2, pp=2, dp_shard=2)
+    return {d: dist.get_process_group_ranks(mesh.group(d)) for d in ("tp", "pp", "fsdp")}
+
+
+FAKE_RANKS = {("bytes", world): as_fake_rank(0, world, sp_saved) for world in (2, 4)}
+FAKE_RANKS |= {("mesh", rank): as_fake_rank(rank, 8, mesh_ranks) for rank in (0, 7)}
+fake_ranks = on_ranks("fake_ranks", FAKE_RANKS, 1)
+
+
+def test_layout_sequence_parallel_keeps_the_formula_over_t(fake_ranks):
     """Korthikanti et al., arXiv:2205.05198, 4.2.2: all bytes that a block keeps are divided by the
     ranks, the gathered inputs of attention and MLP among them."""
     want, _ = rc_costs(64, 48, 8, 4, 16, 64)["none"]
-    for world in (2, 4):
-        got = run_on_ranks(tmp_path / str(world), {"bytes": sp_saved}, world)["bytes"]
-        assert got == [want / world] * world
+    assert [fake_ranks["bytes", world] for world in (2, 4)] == [[want / 2], [want / 4]]
 
 
-def test_layout_mesh_order(tmp_path):
+def test_layout_mesh_order(fake_ranks):
     """Innermost first tp, cp, pp, dp, as Llama 3 (arXiv:2407.21783, 3.3.2)."""
-
-    def ranks(env):
-        mesh = parallel.make_mesh(tp=2, pp=2, dp_shard=2)
-        return {d: dist.get_process_group_ranks(mesh.group(d)) for d in ("tp", "pp", "fsdp")}
-
-    got = run_on_ranks(tmp_path, {"x": ranks}, 8)["x"]
-    assert got[0] == dict(tp=[0, 1], pp=[0, 2], fsdp=[0, 4])
-    assert got[7] == dict(tp=[6, 7], pp=[5, 7], fsdp=[3, 7])
+    assert fake_ranks["mesh", 0] == [dict(tp=[0, 1], pp=[0, 2], fsdp=[0, 4])]
+    assert fake_ranks["mesh", 7] == [dict(tp=[6, 7], pp=[5, 7], fsdp=[3, 7])]
 
 
 def test_dry_run_counts_the_bytes_that_cross_nodes():
@@ -38219,7 +37600,7 @@ def dl_argv(corpus, tiny_config):
     """argv of a short run: (out, flags) -> list"""
     fixed = "--batch-size 8 --eval-every 12 --save-every 1000 "
     return lambda out, flags: [
-        str(x) for x in train_argv(corpus, tiny_config, out, *(fixed + flags).split())[1:]
+        str(x) for x in train_argv(corpus, tiny_config, out, *(fixed + flags).split())
     ]
 
 
