@@ -28923,7 +28923,7 @@ def sched_make(name, p, m, v=None):
 
 
 @cache
-def sched_all(ps=range(1, 7), ms=(1, 2, 5, 8, 13), vs=(1, 2, 3)):
+def sched_all(ps=range(1, 7), ms=(1, 2, 5, 13), vs=(1, 2, 3)):
     numbers = itertools.product(SC.SCHEDULES, ps, ms, vs)
     return [sched_make(*row) for row in numbers if row[0] in SC.LOOPED or row[-1] == vs[0]]
 
@@ -29150,27 +29150,10 @@ def test_schedules_pipedream_and_zb_h1_extend_1f1b():
                 assert row[b + 1] == SC.Action("U", i, r)
 
 
-@pytest.mark.parametrize("name", ["v-half", "v-min"])
-def test_schedules_v_building_block(name):
-    """The V building block is causal with the given slopes, its repetitions do not collide, and its
-    lifespan equals the paper's."""
-    slopes, limit = SC.SLOPES[name], {"v-half": 2, "v-min": 3}[name]
-    for p in range(1, 70):
-        block = SC.building_block(p, slopes)
-        assert block[0][0] == 0
-        for times in block:
-            assert len({t % 6 for t in times}) == 4 and times == sorted(times)
-        for (leg, slope), (a, b) in itertools.product(enumerate(slopes), itertools.pairwise(block)):
-            assert (b[leg] - a[leg]) * (-1) ** leg == slope
-        life = [(b0 - f0 + b1 - f1) / 6 for f0, f1, b1, b0 in block]  # in chunks: twice a rank's
-        assert max(life) / 2 <= p / limit + 1
-    assert name == "v-min" or max(life) / 2 >= p / limit - 1
-
-
 # ---- simulation ----
 
 
-@hypothesis.settings(max_examples=400)
+@hypothesis.settings(max_examples=250)
 @given(
     sched_any(),
     strategies.lists(strategies.integers(1, 9), min_size=3, max_size=3),
@@ -29407,7 +29390,7 @@ def test_schedules_partition_equals_brute_force():
     each stage is asked for once."""
     found = Counter()
 
-    @hypothesis.settings(max_examples=500)
+    @hypothesis.settings(max_examples=350)
     @given(sched_model())
     def compare(model):
         times, layers, devices, stages, m, sizes = model
@@ -29941,10 +29924,6 @@ llama3-8b h100 8192 16 dp=16 tp=2 pp=4
 2.1143 4.2286 0.79287 3.3638 4.8926 2008.9 10.455 10.455 73.607 14.195 4.8523 3.8083 6.659 19.977
 369.3 5.3163 11.304 0.70592
 
-mixtral-8x7b h100 4096 16 dp=16 tp=2 ep=8 recompute=full
-6.7454 13.491 16.311 1.2036 0.61035 3660.9 29.507 39.246 267.94 14.195 18.163 7.7765 58.167 130.98
-3.3228 44.359 14.522
-
 llama3.2-1b a100-40gb 4096 2 micro=2 attention=fa2
 2.3019 4.6038 13.811 6.6572 9.7852 17316 45.62 45.62 258.18 75.794 22.633 89.988 26.491
 
@@ -29959,14 +29938,6 @@ llama3-8b h200 8192 32 tp=2 pp=4 schedule=interleaved chunks=2 fp8=True
 llama3-8b h100 8192 32 dp=4 tp=2 pp=4 schedule=zbv chunks=2
 2.6036 5.2072 3.9054 12 4.8926 7128.9 37.101 37.101 588.86 113.56 38.819 30.466 53.272 159.82
 148.47 9.1137 3.9284 2.8237
-
-llama3-8b h100-pcie 8192 32 dp=16 tp=2 zero=2
-7.4788 0.93485 2.8045 12 4.8926 6349.8 43.231 43.231 767.03 148.56 65.021 45.379 73.269 186.68
-4.1824
-
-llama3-8b h100 32768 4 tp=8 cp=4
-1.8697 3.7394 2.8045 3.0939 1.2231 5541.2 39.667 39.667 310.56 227.12 19.409 113.35 18.983 26.636
-20.642 2.497
 
 llama3-8b h100 256 4 tp=8 cp=2 async_tp=False
 1.8697 3.7394 5.6091 0.048342 0.019112 512.47 2.3437 2.3437 28.782 0.027724 0.30327 21.182 2.5256
@@ -30038,7 +30009,8 @@ def test_planner_whole_run_is_pinned():
 ])  # fmt: skip
 def test_planner_enumeration_is_exhaustive(shape, gpus, seq, batch):
     """All valid plans with tp within a node and at least 2048 tokens per rank, each once."""
-    device, want, sizes = replace(PLANNER_H100, node=4), set(), training_plan.divisors(gpus)
+    device, want = replace(PLANNER_H100, node=4), set()
+    sizes = [d for d in range(1, gpus + 1) if gpus % d == 0]
     options = (1, 2, 4, 8), (1, 2, 3), training_plan.SCHEDULES, range(1, 9), training_plan.RECOMPUTE
     for dp, tp, cp, pp, ep in itertools.product(sizes, repeat=5):
         if dp * tp * cp * pp == gpus and tp <= 4 and (cp == 1 or seq // cp >= 2048):
@@ -30256,7 +30228,7 @@ def test_search_aceso_is_near_exhaustive_search(seed):
     """Within 5% of the best of all plans, in a tenth of the evaluations on average and never more
     than 30%; each plan is one of them, and counted once."""
     parts = []
-    for job, every in search_jobs(15 if seed else 6, seed):
+    for job, every in search_jobs(15 if seed else 4, seed):
         plan, seen = search.aceso(*job)
         total = {*training_plan.plans(*job)}
         assert set(seen) <= total
@@ -30557,7 +30529,6 @@ PLANNER_REFUSED = {  # flags -> more flags -> regex of the error
         "--tp 2": "^--tp cannot be combined with --site$",
         "--days 0": "--days '0'.* 0.01 to",
         "--pue 0.9": "--pue '0.9'.* from 1 to 5",
-        "--pue nan": "--pue 'nan'",
         "--carbon -1": "--carbon '-1'",
         "--energy-price x": "--energy-price 'x'",
         "--watts=": "--watts ''",
@@ -30584,7 +30555,6 @@ PLANNER_REFUSED = {  # flags -> more flags -> regex of the error
         "1k,1k,1k --tile 256,256,64": "--tile 256,256,64 .*288 registers per thread of 255",
         "1k,1k,1k --tile 128,128,64 --stages 8": "262,144 bytes of 232,448",
         "1k,1k,1k --warps 33": "1,056 threads of 1,024",
-        "1k,1k,1k --stages 0 --json": "--stages must be positive, not 0",
         "1k,1k,1k --group-m -1": "--group-m must be positive, not -1",
         "1k,1k,1k --device gb200-nvl72": "--device gb200-nvl72.* h100",
     },
@@ -30620,6 +30590,7 @@ PLANNER_REFUSED = {  # flags -> more flags -> regex of the error
         "--slo 1:x": "--slo must be a positive number, not 'x'",
         "--slo 0.001:1": "the shortest time to the first token of any is 0.0",
         "--slo 1:0.000001": "--slo 1:1e-06: the shortest.*per token 0.00",
+        "--slo 1:0.001 --batch 64": "--slo 1:0.001: the shortest.*per token 0.00",
         "--model llama3-405b": "batch of 1 with 2500 tokens.*: beside 101.* --quantize",
         "--batch 10M": "batch of 10000000 .* caches .* tokens .* lower --batch",
     },
@@ -30825,8 +30796,8 @@ def test_site_hpn_has_the_published_sizes():
 
 def test_site_scaling_laws_beside_published_tables():
     """Chinchilla (arXiv:2203.15556), table 3: FLOPs -> parameters and tokens by approach 1, within
-    5 and 8% (tokens have two digits); approach 3 with its rounded constants gives half the
-    parameters at Gopher's budget. Kaplan (arXiv:2001.08361, 1.2): twice the parameters multiply the
+    5 and 8% (tokens have two digits); approach 3, the least loss on a grid of sizes, with its
+    rounded constants gives half the parameters at Gopher's budget. Kaplan (arXiv:2001.08361, 1.2): twice the parameters multiply the
     loss by 2^-0.076 = 0.95."""
     ratios = []
     for flops, size, tokens in (
@@ -30838,6 +30809,9 @@ def test_site_scaling_laws_beside_published_tables():
         got = laws["chinchilla 1"]
         assert got["parameters"] == pytest.approx(size, rel=0.05)
         assert got["tokens"] == pytest.approx(tokens, rel=0.08)
+        loss = lambda n: scaling_laws.chinchilla_loss(n, flops / 6 / n)
+        best = min((size * 1.001**i for i in range(-2000, 500)), key=loss)
+        assert laws["chinchilla 3"]["parameters"] == pytest.approx(best, rel=2e-3)
         ratios.append(laws["chinchilla 3"]["parameters"] / size)
     assert ratios == sorted(ratios, reverse=True)
     assert (ratios[0], ratios[3], ratios[-1]) == pytest.approx((0.77, 0.48, 0.30), abs=0.03)
@@ -30985,15 +30959,6 @@ def test_site_row_risk_by_enumeration(row, prompt, capped):
     assert risk(best) <= 0.1 < risk(best + 1)
     for size in (8, 9, 10, row):  # no risk: all can be in the prompt phase
         assert datacenter.servers_per_row(size, 0.05, 0.0, capped) == int(size / high + 1e-9)
-
-
-@pytest.mark.parametrize("flops", [1e18, 5.76e23, 1e27])
-def test_site_chinchilla_minimum_by_search(flops):
-    """The closed form is the minimum of the loss over a grid of sizes at the same FLOPs."""
-    loss = lambda n: scaling_laws.chinchilla_loss(n, flops / 6 / n)
-    sizes = [1e6 * 1.001**i for i in range(16000)]
-    best = min(sizes, key=loss)
-    assert scaling_laws.chinchilla_parameters(flops) == pytest.approx(best, rel=2e-3)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -32219,37 +32184,6 @@ def test_perseus_equals_all_plans(seed, stages, micros, most):
         assert perseus_time(needs, plan)[0] <= point.time
         assert point.joules == pytest.approx(sum(c[taken[one]] for c, one in zip(own, order)))
         assert point.joules == pytest.approx(energy[times <= point.time].min())
-
-
-@pytest.mark.parametrize("seed, stages, micros", [(0, 3, 4), (1, 4, 5)])
-def test_perseus_equals_the_linear_program(seed, stages, micros):
-    """In larger pipelines, where some passes slow down while the whole gets faster: the energies of
-    the linear program over starts, durations and energies of all passes."""
-    from scipy.optimize import linprog
-
-    curves = perseus_curves(random.Random(seed), stages, 4)
-    order, needs = perseus_passes(stages, micros)
-    own, n, rows, limits = [curves[kind, s] for kind, s, _ in order], len(order), [], []
-
-    def at_most(limit, *terms):
-        rows.append(np.zeros(3 * n))
-        rows[-1][[i for i, _ in terms]] = [c for _, c in terms]
-        limits.append(limit)
-
-    for i, curve in enumerate(own):
-        at_most(INF, (i, 1), (n + i, 1))  # the iteration's end, set below
-        for j in needs[i]:
-            at_most(0, (j, 1), (n + j, 1), (i, -1))
-        for (t0, e0), (t1, e1) in itertools.pairwise(curve.items()):
-            slope = (e1 - e0) / (t1 - t0)
-            at_most(slope * t0 - e0, (n + i, slope), (2 * n + i, -1))
-    bounds = [(0, None)] * n + [(min(c), max(c)) for c in own] + [(None, None)] * n
-    schedule = SC.make_schedule("1f1b", stages, micros)
-    points = [*perseus.energy_frontier(schedule, lambda a: curves[a.kind, a.chunk])]
-    for point in points[::6]:
-        most = [point.time if limit == INF else limit for limit in limits]
-        best = linprog([0] * 2 * n + [1] * n, A_ub=np.array(rows), b_ub=most, bounds=bounds)
-        assert point.joules == pytest.approx(best.fun)
 
 
 def test_perseus_energy_curve():
