@@ -134,7 +134,7 @@ import parallel
 from parallelism import pipeline as PL
 from parallelism import auto_sharding, cost_model, datacenter, helix, mixed_cluster
 from parallelism import einsum_model as EM, kernel_model as KM, l2_residency as L2R
-from parallelism import network_topology, perseus, pipeline_search, planner, problem, scaling_laws
+from parallelism import network_topology, perseus, pipeline_search, planner, scaling_laws
 from parallelism import search, solvers, spindle
 from parallelism import serving_cost as SCOST, serving_plan as SPLAN, training_plan, uneven_sharding
 import quantize as Q
@@ -30141,7 +30141,7 @@ def search_stage_seconds(shape, device, seq, b, micros, d, n, first, last, store
     slower = 1 + extra / (cost_model.model_flops(shape, seq) - head_flops)
     assert recompute != "full" or slower == pytest.approx(4 / 3)
     hop = device.alpha[1] + 2 * tokens * shape.dim / d / (0.8 * device.network)
-    ends = (first + last) * shape.dim * shape.vocab
+    ends = (1 if shape.tied and first and last else first + last) * shape.dim * shape.vocab
     saved = n * stored * training_plan.activation_bytes(shape, recompute, True)
     logits = 10 * shape.vocab * last
     weights = sum(op.weights for op in operators)
@@ -30162,21 +30162,23 @@ def search_stage_seconds(shape, device, seq, b, micros, d, n, first, last, store
     return n * best * slower + head
 
 
-@pytest.mark.parametrize("extra", [40e6, 30e6, 28e6, 25e6, 20e6])
-def test_search_alpa_equals_brute_force(extra):
+@pytest.mark.parametrize("extra, tied", [
+    (40e6, False), (30e6, True), (28e6, False), (25e6, True), (25e6, False), (20e6, False),
+])  # fmt: skip
+def test_search_alpa_equals_brute_force(extra, tied):
     """The least time of all stages, submeshes, micro-batches, recomputations and letters of every
-    operator, on two GPUs with little memory; none if nothing fits."""
+    operator, on two GPUs with little memory; none if nothing fits. Tied weights are stored once."""
     device = replace(PLANNER_H100, memory=(4 * 2**30 + extra) / 0.9, network=5e9, node=1)
-    seq, batch, L, best = 512, 4, SEARCH_TINY.layers, INF
+    shape, seq, batch, L, best = replace(SEARCH_TINY, tied=tied), 512, 4, SEARCH_TINY.layers, INF
     for b, recompute, stages in itertools.product((1, 2), training_plan.RECOMPUTE, (1, 2)):
         micros = batch // b
         for middle in range(1, L) if stages == 2 else (L,):
             spans = [(0, middle), (middle, L)][:stages]
             spent = [search_stage_seconds(
-                SEARCH_TINY, device, seq, b, micros, 2 // stages, j - i, i == 0, j == L,
+                shape, device, seq, b, micros, 2 // stages, j - i, i == 0, j == L,
                 min(stages, micros), recompute) for i, j in spans]  # fmt: skip
             best = min(best, sum(spent) + (micros - 1) * max(spent))
-    got = auto_sharding.alpa(SEARCH_TINY, device, 2, seq, batch)
+    got = auto_sharding.alpa(shape, device, 2, seq, batch)
     assert (got is None) == (best == INF) == (extra == 20e6)
     assert got is None or got.seconds == pytest.approx(best, rel=1e-9)
 
@@ -30188,16 +30190,6 @@ def test_search_alpa_finds_data_and_tensor_parallelism():
         PLANNER_8B, PLANNER_H100, 8192, sequences, 8, (8, 1)))  # fmt: skip
     assert find(8).degrees() == (8, 1) and find(1).degrees() == (1, 8)
     assert [x[0] for x in find(1).letters] == list("rjhkrjk")
-
-
-def test_search_alpa_stores_tied_weights_once():
-    """A tied model of one stage fits in what it needs, 18 bytes per weight of one end fewer."""
-    find = lambda shape, memory: auto_sharding.alpa(
-        shape, replace(PLANNER_H100, memory=memory), 1, 512, 1, recompute=["none"])  # fmt: skip
-    tied = replace(SEARCH_TINY, vocab=100_000, tied=True)
-    limit = lambda shape: next(m for m in range(4500, 7000, 25) if find(shape, m * 2**20))
-    saved = (limit(replace(tied, tied=False)) - limit(tied)) * 2**20 * 0.9
-    assert saved == pytest.approx(18 * 256 * 100_000, rel=0.1)
 
 
 @pytest.mark.parametrize("layers, batch, stages", [(3, 32, 3), (2, 3, 1)])
@@ -30961,7 +30953,7 @@ def test_site_row_risk_by_enumeration(row, prompt, capped):
         assert datacenter.servers_per_row(size, 0.05, 0.0, capped) == int(size / high + 1e-9)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_site_cells_by_brute_force(seed):
     """Jobs, each with random rates of cells on a mixed cluster: the best sum over all choices."""
     rng, Cell = random.Random(seed), mixed_cluster.Cell
@@ -31128,7 +31120,7 @@ def test_planner_kernel_bandwidth_by_bytes_in_flight(name):
     assert statistics.geometric_mean(ratios) == pytest.approx(1, abs=0.06)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(16))
 def test_planner_kernel_occupancy_is_the_blocks_that_fit(seed):
     """Blocks are added to an SM until one of its resources is used up."""
     rng, p = random.Random(seed), KM.PROCESSORS["a100-40gb"]
@@ -31168,7 +31160,7 @@ def test_planner_kernel_tile_order_is_that_of_gemm(monkeypatch):
     assert [*KM.tile_order(2, 3, 1)] == [*itertools.product(range(2), range(3))]
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(12))
 def test_planner_kernel_misses_are_those_of_lru(seed):
     """Misses by the definition, evicting the oldest block while the cache is too full."""
     rng = random.Random(seed)
@@ -31237,7 +31229,7 @@ def einsum_orders(terms, out, sizes):
         yield from (flops + x for x in einsum_orders([*rest, new], out, sizes))
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(40))
 def test_planner_einsum_order_is_the_best_of_all(seed):
     """The order found has the fewest FLOPs of all and computes the einsum, as in_order does."""
     inputs, out, sizes = einsum_case(seed)
@@ -31365,7 +31357,7 @@ def test_planner_einsum_of_small_or_many_indices():
 # ---- what stays in L2, remote data ----
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(16))
 def test_planner_l2_pins_are_the_best_of_all(seed):
     """Of every subset of tensors that fits at each step, the chosen one saves most."""
     rng = random.Random(seed)
@@ -31867,7 +31859,7 @@ def search_max_flow(arcs, source, sink):
     return maximum_flow(graph, at[source], at[sink]).flow_value
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_solvers_max_flow(seed):
     """The flow has scipy's value and keeps capacities and nodes; the cut's arcs cost as much."""
     rng = random.Random(seed)
