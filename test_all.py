@@ -30220,7 +30220,7 @@ def test_search_aceso_is_near_exhaustive_search(seed):
     """Within 5% of the best of all plans, in a tenth of the evaluations on average and never more
     than 30%; each plan is one of them, and counted once."""
     parts = []
-    for job, every in search_jobs(15 if seed else 4, seed):
+    for job, every in search_jobs(10 if seed else 4, seed):
         plan, seen = search.aceso(*job)
         total = {*training_plan.plans(*job)}
         assert set(seen) <= total
