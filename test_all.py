@@ -29275,7 +29275,7 @@ def test_schedules_check_rejects_what_cannot_run():
     waits = re.compile(r"rank (\d+) has [FBWU][\d.]+\+?, which needs [FB]\d+\.\d+")
     verdicts = Counter()
 
-    @hypothesis.settings(max_examples=700)
+    @hypothesis.settings(max_examples=450)
     @given(sched_any(p=4, m=8), strategies.integers(0, 2**32))
     def compare(s, seed):
         rng = random.Random(seed)
@@ -30497,7 +30497,7 @@ PLANNER_REFUSED = {  # flags -> more flags -> regex of the error
     "--search": {
         "alpa --tp 2": "^--search alpa does not read --tp; leave it out$",
         "alpa --model mixtral-8x7b": "dense --model",
-        "alpa --model llama3-405b": "no stages of llama3-405b fit 8 h100; use more --gpus",
+        "alpa --gpus 2 --model llama3-405b": "no stages of llama3-405b fit 2 h100; use more --gpus",
         "aceso --json": "aceso does not read --json",
         "aceso --gpus 32 --pp 32 --schedule zbv": "64 stages .* more than the model's 32 layers",
         "oobleck --failures ² --gpus 16": "--failures ².* use 1",
@@ -30508,7 +30508,7 @@ PLANNER_REFUSED = {  # flags -> more flags -> regex of the error
         "oobleck --gpus 16 --tp 3": "tp 3 cannot shard 32 heads",
         "oobleck --gpus 16 --model gpt3-175b --tp 3 --seq 6k --batch 6M": "--tp 3.* node of 8",
         "merak --gpus 16 --micro 3": "512 sequences is not divisible by .* micro 3",
-        "merak --model llama3-405b": "no stages of llama3-405b fit 8 GPUs; use more --gpus",
+        "merak --gpus 2 --model llama3-405b": "no stages of llama3-405b fit 2 GPUs; use more",
         "hap": "--device h100 is 1 GPUs; use 2 to 256",
         "hap --device h100:2,v100:2": "--device v100:2 is not DEVICE:COUNT",
         "hap --device h100:0,a100-80gb:2": "--device h100:0 is not",
@@ -30789,8 +30789,8 @@ def test_site_hpn_has_the_published_sizes():
 def test_site_scaling_laws_beside_published_tables():
     """Chinchilla (arXiv:2203.15556), table 3: FLOPs -> parameters and tokens by approach 1, within
     5 and 8% (tokens have two digits); approach 3, the least loss on a grid of sizes, with its
-    rounded constants gives half the parameters at Gopher's budget. Kaplan (arXiv:2001.08361, 1.2): twice the parameters multiply the
-    loss by 2^-0.076 = 0.95."""
+    rounded constants gives half the parameters at Gopher's budget. Kaplan (arXiv:2001.08361, 1.2):
+    twice the parameters multiply the loss by 2^-0.076 = 0.95."""
     ratios = []
     for flops, size, tokens in (
         (1.92e19, 400e6, 8.0e9), (1.21e20, 1e9, 20.2e9), (1.23e22, 10e9, 205.1e9),
