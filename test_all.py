@@ -30956,7 +30956,7 @@ def test_site_row_risk_by_enumeration(row, prompt, capped):
 @pytest.mark.parametrize("seed", range(8))
 def test_site_cells_by_brute_force(seed):
     """Jobs, each with random rates of cells on a mixed cluster: the best sum over all choices."""
-    rng, Cell = random.Random(seed), mixed_cluster.Cell
+    rng = random.Random(seed)
     cluster = {"h100": rng.choice((2, 4, 6)), "b200": rng.choice((1, 2, 4))}
     options = mixed_cluster.cells(cluster, layers=2)
     assert max(cell.gpus for cell in options if cell.device == "b200") == cluster["b200"]
