@@ -122,7 +122,7 @@ import quantize as Q
 from parallelism import async_tp, auto_sharding, context_parallel as CP, cost_model, datacenter
 from parallelism import einsum_model as EM, helix, inference_parallel, kernel_model as KM
 from parallelism import kv_parallel as KVP, l2_residency as L2R, mixed_cluster, network_topology
-from parallelism import perseus, pipeline as PL, pipeline_search, planner, problem
+from parallelism import perseus, pipeline as PL, pipeline_search, planner
 from parallelism import quantized_collectives as QC, ring_self_attention as RSA, scaling_laws
 from parallelism import schedules as SC, search, serving_cost as SCOST, serving_plan as SPLAN
 from parallelism import sharded_attention as SA, solvers, spindle, training_plan, uneven_sharding
@@ -28312,7 +28312,7 @@ def sched_make(name, p, m, v=None):
 
 
 @cache
-def sched_all(ps=range(1, 7), ms=(1, 2, 5, 8, 13), vs=(1, 2, 3)):
+def sched_all(ps=range(1, 7), ms=(1, 2, 5, 13), vs=(1, 2, 3)):
     numbers = itertools.product(SC.SCHEDULES, ps, ms, vs)
     return [sched_make(*row) for row in numbers if row[0] in SC.LOOPED or row[-1] == vs[0]]
 
@@ -28472,11 +28472,6 @@ SCHED_GOLDEN = {
     ),
     ("gpipe", 2, 3): ("0F0 0F1 0F2 0B2 0B1 0B0", "1F0 1F1 1F2 1B2 1B1 1B0"),
     ("breadth-first", 1, 2): ("0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1",),
-    ("zb-h1", 2, 3): ("0F0 0F1 0B0 0W0 0F2 0B1 0W1 0B2 0W2", "1F0 1B0 1F1 1B1 1W0 1F2 1B2 1W1 1W2"),
-    ("zb-h2", 2, 4): (
-        "0F0 0F1 0F2 0B0 0W0 0F3 0B1 0W1 0B2 0W2 0B3 0W3",
-        "1F0 1B0 1F1 1B1 1F2 1B2 1W0 1F3 1B3 1W1 1W2 1W3",
-    ),
 }
 
 
@@ -28544,27 +28539,10 @@ def test_schedules_pipedream_and_zb_h1_extend_1f1b():
                 assert row[b + 1] == SC.Action("U", i, r)
 
 
-@pytest.mark.parametrize("name", ["v-half", "v-min"])
-def test_schedules_v_building_block(name):
-    """The V building block is causal with the given slopes, its repetitions do not collide, and its
-    lifespan equals the paper's."""
-    slopes, limit = SC.SLOPES[name], {"v-half": 2, "v-min": 3}[name]
-    for p in range(1, 70):
-        block = SC.building_block(p, slopes)
-        assert block[0][0] == 0
-        for times in block:
-            assert len({t % 6 for t in times}) == 4 and times == sorted(times)
-        for (leg, slope), (a, b) in itertools.product(enumerate(slopes), itertools.pairwise(block)):
-            assert (b[leg] - a[leg]) * (-1) ** leg == slope
-        life = [(b0 - f0 + b1 - f1) / 6 for f0, f1, b1, b0 in block]  # in chunks: twice a rank's
-        assert max(life) / 2 <= p / limit + 1
-    assert name == "v-min" or max(life) / 2 >= p / limit - 1
-
-
 # ---- simulation ----
 
 
-@hypothesis.settings(max_examples=400)
+@hypothesis.settings(max_examples=250)
 @given(
     sched_any(),
     strategies.lists(strategies.integers(1, 9), min_size=3, max_size=3),
@@ -28662,25 +28640,21 @@ def test_schedules_have_the_bubbles_and_memory_of_their_papers():
 def sched_mutate(s, rng):
     """The schedule with one random change of one action."""
     rows = [list(row) for row in s.actions]
-    r, q = rng.randrange(len(rows)), rng.randrange(len(rows))
-    i, j = rng.randrange(len(rows[r])), rng.randrange(len(rows[q]))
-    one, change = rows[r][i], rng.randrange(8)
+    row, other = rng.choice(rows), rng.choice(rows)
+    i, j, change = rng.randrange(len(row)), rng.randrange(len(other)), rng.randrange(8)
     if change == 0:
-        del rows[r][i]
+        del row[i]
     elif change == 1:
-        rows[q].insert(j, one)
+        other.insert(j, row[i])
     elif change == 2:
-        rows[r][i], rows[q][j] = rows[q][j], one
+        row[i], other[j] = other[j], row[i]
     elif change == 3:
-        rows[r].insert(rng.randrange(len(rows[r])), rows[r].pop(i))
+        row.insert(rng.randrange(len(row)), row.pop(i))
     else:
-        kind, m = rng.choice("FBWUX"), rng.randint(-1, s.microbatches)
-        chunk, fields = (
-            rng.randint(-1, len(s.chunk_to_rank)),
-            ("kind", "microbatch", "chunk", "overlap"),
-        )
-        value = (kind, m, chunk, not one.overlap)[change - 4]
-        rows[r][i] = one._replace(**{fields[change - 4]: value})
+        field = ("kind", "microbatch", "chunk", "overlap")[change - 4]
+        highest = {"microbatch": s.microbatches, "chunk": len(s.chunk_to_rank)}.get(field, 0)
+        value = {"kind": rng.choice("FBWUX"), "overlap": not row[i].overlap}
+        row[i] = row[i]._replace(**{field: value.get(field, rng.randint(-1, highest))})
     return replace(s, actions=tuple(map(tuple, rows)))
 
 
@@ -28690,7 +28664,7 @@ def test_schedules_check_rejects_what_cannot_run():
     waits = re.compile(r"rank (\d+) has [FBWU][\d.]+\+?, which needs [FB]\d+\.\d+")
     verdicts = Counter()
 
-    @hypothesis.settings(max_examples=700)
+    @hypothesis.settings(max_examples=450)
     @given(sched_any(p=4, m=8), strategies.integers(0, 2**32))
     def compare(s, seed):
         rng = random.Random(seed)
@@ -28722,20 +28696,16 @@ SCHED_BAD_TEXT = {
     "{head}\n{one} W1.0 W1.0\n{two}": r"rank 0 has W1\.0 twice",
     "{head}\n{one}\n{two} W0.0": r"rank 1 has W0\.0",
     "{head}\n{one} F2.0\n{two}": r"rank 0 has F2\.0",
-    "{head}\nW0.0 {one}\n{two}": r"rank 0 has W0\.0",
     "{head}\n{one} U0.0\n{two}": r"U1\.0",
     "{head}\nF0.0 F1.0 B0.0 U0.0 W0.0 B1.0 U1.0\n{two}": r"U0\.0.*W0\.0",
     "{head}\nF0.0 B0.0 F1.0 B1.0\nF0.1 F1.1 B1.1 B0.1": r"rank 0 has B0\.0, which needs B0\.1",
     "": "line 1",
-    "# x: 0 microbatches\n0@0": "line 1",
     "# x: 1 microbatches": "paths",
     "# x: 1 microbatches\n0@0 > 2@0\nF0.0 B0.0": "paths",
-    "# x: 1 microbatches\n-1@0\nF0.0 B0.0": "paths",
     "# x: 2 microbatches\n0@0 > 1@0\n2@0\nF0.0 F0.1 B0.1 B0.0 F1.2 B1.2": "paths",
     "# x: 2 microbatches\n0@0 > 1@1\n0@1 > 1@0\nF0.1 B0.1 F1.1 B1.1\nF0.0 B0.0 F1.0 B1.0": "paths",
     "# x: 2 microbatches\n0@0\n1@0\nF1.0 B1.0 F0.1 B0.1": r"rank 0 has F1\.0",
     "# x: 1 microbatches\n0@-1\nF0.0 B0.0": "chunk 0 is on rank -1",
-    "# x: 1 microbatches\n0@3\nF0.0 B0.0": "chunk 0 is on rank 3",
     "# x: 1 microbatches\n0@0\nF0.0 B0.0+": r"rank 0 has B0\.0\+",
     "# x: 2 microbatches\n0@0\nF0.0+ F1.0+ B1.0 B0.0": r"rank 0 has F0\.0\+",
     "# x: 1 microbatches\n0@0 > 1@2\nF0.0 B0.0\n\nF0.1 B0.1": "rank 1",
@@ -28751,7 +28721,6 @@ for sched_row in (
     ("dualpipe", 4, 6, None, "8 .*6"),
     ("dualpipev", 4, 7, None, "8 .*7"),
     ("1f1b", 0, 4, None, "stages .*0"),
-    ("1f1b", 4, 0, None, "microbatches .*0"),
     ("interleaved", 2, 4, 0, "chunks .*0"),
     ("zbv", 2, 4, 2, "chunks .*zbv"),
     ("zb-v", 2, 4, None, "unknown .*zb-v.* zbv"),
@@ -28769,32 +28738,6 @@ def test_schedules_parse_error_names_the_line():
     for n, text in itertools.product(range(len(lines)), bad):
         with pytest.raises(ValueError, match=rf"^line {n + 1} [^\n]*$"):
             SC.parse("\n".join((*lines[:n], text, *lines[n + 1 :])))
-
-
-def test_schedules_parse_any_text():
-    """Randomly changed text is a valid schedule, or one of the errors, of one line."""
-    outcome = Counter()
-
-    @hypothesis.settings(max_examples=600)
-    @given(sched_any(p=2, m=3), strategies.integers(1, 3), strategies.integers(0, 2**32))
-    def parse(s, changes, seed):
-        text, rng = str(s), random.Random(seed)
-        for _ in range(changes):
-            at, size = rng.randrange(len(text) + 1), rng.randint(0, 3)
-            new = "".join(rng.choices("FBWU012.+@> #\n:x", k=rng.randint(0, 2)))
-            text = text[:at] + new + text[at + size :]
-        try:
-            got = SC.parse(text)
-        except ValueError as e:
-            assert "\n" not in str(e)
-            outcome[False] += 1
-        else:
-            assert sched_verdict(got) is None and SC.parse(str(got)) == got
-            SC.report(SC.simulate(got))
-            outcome[True] += 1
-
-    parse()
-    assert outcome[True] > 20 and outcome[False] > 200, outcome
 
 
 # ---- partitioning a model into stages ----
@@ -28816,21 +28759,18 @@ def sched_partitions(layers, devices, sizes):
 @strategies.composite
 def sched_model(draw):
     """(times of each (first, last + 1, devices), layers, devices, stages, microbatches, sizes):
-    times that add up or not, ties, stages that do not fit"""
+    times with ties or few of them, that add up or not, stages that do not fit"""
     number, pick = strategies.integers, strategies.sampled_from
     sizes = draw(pick([(1,), (1, 2), (1, 2, 4), (2,), (2, 4), (4, 1)]))
     layers = draw(number(1, 7))
     devices = draw(number(1, 7 // sizes[0])) * sizes[0]
     stages = draw(strategies.none() | number(1, min(layers, devices)))
-    m, top, rng = draw(pick([1, 2, 3, 8, 100])), draw(pick([2, 9, 1000])), draw(number(0, 2**32))
-    adds, full, room = draw(pick([0, 1])), draw(pick([0, 0, 0.2])), draw(pick([1, 2, 9]))
-    rng = random.Random(rng)
+    m, top, full = draw(pick([1, 2, 3, 8, 100])), draw(pick([2, 9, 1000])), draw(pick([0, 0.3]))
+    adds, rng = draw(strategies.booleans()), random.Random(draw(number(0, 2**32)))
     work, times = [rng.randint(0, top) for _ in range(layers)], {}
-    for i, j in combinations(range(layers + 1), 2):
-        for d in range(1, devices + 1):
-            fits = rng.random() >= full and (not full or j - i <= room * d)
-            time = sum(work[i:j]) / d + (d > 1) if adds else rng.randint(0, top)
-            times[i, j, d] = time if fits else INF
+    for (i, j), d in product(combinations(range(layers + 1), 2), range(1, devices + 1)):
+        time = sum(work[i:j]) / d + (d > 1) if adds else rng.randint(0, top)
+        times[i, j, d] = INF if rng.random() < full else time
     return times, layers, devices, stages, m, sizes
 
 
@@ -28839,7 +28779,7 @@ def test_schedules_partition_equals_brute_force():
     each stage is asked for once."""
     found = Counter()
 
-    @hypothesis.settings(max_examples=500)
+    @hypothesis.settings(max_examples=350)
     @given(sched_model())
     def compare(model):
         times, layers, devices, stages, m, sizes = model
@@ -28870,16 +28810,13 @@ def test_schedules_partition_equals_brute_force():
 for sched_row in (
     (4, 8, INF, 4, 5, "5 stages.*4"),
     (8, 4, INF, 4, 5, "5 stages.*4"),
-    (3, 3, INF, 4, -1, "-1 stages"),
     (0, 2, INF, 4, None, "0 layers"),
-    (2, 0, INF, 4, None, "0 devices"),
-    (3, 3, INF, 4, None, "3 layers.*3 devices"),
     (3, 2, 1.0, 0, None, "microbatches.*0"),
     (3, 2, 1.0, 4, 0, "0 stages.*3"),
 ):
     sched_call = lambda n, d, t, *more: SC.partition(n, d, lambda *_: t, *more)
     REFUSED[f"schedules: partition {sched_row}"] = partial(sched_call, *sched_row[:5]), sched_row[5]
-for sched_row in (([1, 2], 3), ([1, 2], 0), ([], 1), ([1], -1)):
+for sched_row in (([1, 2], 3), ([1, 2], 0), ([], 1)):
     sched_words = f"{sched_row[1]} stages.*{len(sched_row[0])} layers"
     REFUSED[f"schedules: balance {sched_row}"] = partial(SC.balance, *sched_row), sched_words
 
@@ -29006,22 +28943,16 @@ def test_schedules_command_line(name, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "argv, words",
     [
-        ("--schedule zb", "zb .*unknown|unknown .*zb"),
-        ("--schedule zbv --stages 0", "stages .*0"),
-        ("--schedule 1f1b --chunks 2", "chunks"),
         ("--schedule 1f1b --forward 0 --backward 0 --weights 0", "times"),
         *(
-            (f"--schedule dualpipe --{flag} {x}", "times")
-            for flag in ("forward", "backward", "weights", "overlapped", "send")
-            for x in ("-1", "nan", "inf")
+            (f"--schedule dualpipe --{flag}", "times")
+            for flag in ("forward -1", "backward nan", "weights inf", "overlapped nan", "send -1")
         ),
         ("--schedule zbv --plot no/such/x.svg", r"x\.svg"),
         ("--schedule FILE", "list.txt: not UTF-8"),
         ("--schedule OTHER", "other.txt: line 1 must be"),
-        ("--schedule 1f1b --forward 1e308", "times"),
         ("--schedule interleaved --chunks 999999", "4 stages x 8 microbatches x 999999 chunks"),
         ("--plot x.svg", "requires --schedule"),
-        ("--stages 4", "requires --schedule"),
     ],
 )
 def test_schedules_command_line_rejects_bad_input(argv, words, tmp_path):
@@ -29034,12 +28965,11 @@ def test_schedules_command_line_rejects_bad_input(argv, words, tmp_path):
     assert code == 2 and re.fullmatch(rf"schedules\.py: error: [^\n]*({words})[^\n]*\n", err), err
 
 
-SCHED_EXTREMES = """1f1b --forward 0 --backward 0, zbv --weights 0, dualpipe --overlapped 0,
-1f1b --forward 1e-320, gpipe --stages 1 --microbatches 1, v-min --stages 1 --microbatches 1,
-pipedream --stages 70 --microbatches 3, zbv --send 1e6"""
-
-
-@pytest.mark.parametrize("argv", re.split(r",\s", SCHED_EXTREMES))
+@pytest.mark.parametrize("argv", [
+    "1f1b --forward 0 --backward 0", "zbv --weights 0", "dualpipe --overlapped 0",
+    "1f1b --forward 1e-320", "gpipe --stages 1 --microbatches 1", "zbv --send 1e6",
+    "v-min --stages 1 --microbatches 1", "pipedream --stages 70 --microbatches 3",
+])  # fmt: skip
 def test_schedules_command_line_extreme_costs(argv, monkeypatch):
     """Zero and very large costs, one rank, one microbatch, more ranks than microbatches."""
     monkeypatch.setenv("COLUMNS", "90")
@@ -29048,14 +28978,11 @@ def test_schedules_command_line_extreme_costs(argv, monkeypatch):
     assert max(map(len, out.split("\n")[1:-3])) <= 90
 
 
-def test_schedules_alone_in_a_folder(tmp_path):
-    """schedules.py runs without the other files: it prints a row per schedule."""
-    shutil.copy(SC.__file__, tmp_path)
-    run = [sys.executable, "-I", "schedules.py"]
-    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stderr == ""
-    rows = [row.split() for row in done.stdout.rstrip("\n").split("\n")[2:]]
-    assert [name for name, *_ in rows] == list(SC.SCHEDULES)
+def test_schedules_table_of_all():
+    """Without arguments: a row per schedule, of 8 ranks and 32 microbatches."""
+    code, out, err = sched_cli()
+    rows = [row.split() for row in out.rstrip("\n").split("\n")[2:]]
+    assert (code, err) == (0, "") and [name for name, *_ in rows] == list(SC.SCHEDULES)
     for name, *words in rows:
         t = SC.simulate(SC.make_schedule(name, 8, 32))
         expected = [t.bubble, t.makespan, 100 * t.bubble_fraction, max(t.peaks)]
@@ -29077,23 +29004,16 @@ def planner_fields(text):
     return {key: int(x) if x.isdigit() else words.get(x, x) for key, x in pairs}
 
 
-# ---- published runs ----
+def planner_run(line, *more):
+    """What the planner prints for a command line."""
+    return planner.report(planner.parse_args([*line.split(), *more]))
 
 
-@dataclass(frozen=True)
-class PlannerRun:
-    """A published run. batch: sequences per step; unit: of `value`, per GPU."""
+def planner_json(line):
+    return json.loads(planner_run(line, "--json"))
 
-    name: str
-    shape: cost_model.Shape
-    device: cost_model.Device
-    plan: training_plan.Plan
-    seq: int
-    batch: int
-    value: float
-    unit: str = "tokens/s"
-    gib: float = 0.0
-    mfu: float = 0.0
+
+# ---- published runs: (name, (model, GPU, plan, seq, batch), {unit: value per GPU}) ----
 
 
 def planner_torchtitan_runs():
@@ -29127,8 +29047,8 @@ def planner_torchtitan_runs():
         ("405b", deep, 256, 128, 72.7, dict(schedule="interleaved", chunks=2)),
     ):
         plan, name = replace(base, **more), f"torchtitan {model} {batch} {value}"
-        shape = cost_model.SHAPES[f"llama3-{model}"]
-        yield PlannerRun(name, shape, capped, plan, 8192, batch, value, gib=gib)
+        published = {"tokens/s": value} | ({"GiB": gib} if gib else {})
+        yield name, (cost_model.SHAPES[f"llama3-{model}"], capped, plan, 8192, batch), published
 
 
 def planner_llama3_and_megatron_runs():
@@ -29145,9 +29065,8 @@ def planner_llama3_and_megatron_runs():
         (8, 16, 131072, 128, 380, 0.38),
     ):
         plan = training_plan.Plan(dp, 8, cp, 16, schedule="interleaved", chunks=8)
-        shape = cost_model.SHAPES["llama3-405b"]
-        name = f"Llama 3 405B, {plan.gpus} GPUs, seq {seq}"
-        yield PlannerRun(name, shape, PLANNER_H100, plan, seq, batch, value, "TFLOP/s", mfu=mfu)
+        job = cost_model.SHAPES["llama3-405b"], PLANNER_H100, plan, seq, batch
+        yield f"Llama 3 405B, {plan.gpus} GPUs, seq {seq}", job, {"TFLOP/s": value, "mfu": mfu}
     new = 4096, 131072, "h100", dict(dp=48)
     old = 2048, 51200, "a100-80gb", dict(attention="fa2", async_tp=False)
     for size, heads, dim, layers, tp, pp, v, batch, value, run in (
@@ -29170,8 +29089,8 @@ def planner_llama3_and_megatron_runs():
         assert abs(cost_model.parameters(shape) / 1e9 / float(size[:-1]) - 1) < 0.05
         schedule, micro = "interleaved" if v > 1 else "1f1b", 4 if pp == 1 else 1
         plan = training_plan.Plan(tp=tp, pp=pp, micro=micro, schedule=schedule, chunks=v, **more)
-        name, unit = f"Megatron-LM {size}, {plan.gpus} {device}", "TFLOP/s, not causal"
-        yield PlannerRun(name, shape, cost_model.DEVICES[device], plan, seq, batch, value, unit)
+        job = shape, cost_model.DEVICES[device], plan, seq, batch
+        yield f"Megatron-LM {size}, {plan.gpus} {device}", job, {"TFLOP/s, not causal": value}
 
 
 def planner_megascale_runs():
@@ -29194,8 +29113,8 @@ def planner_megascale_runs():
     ):
         for name, step in (("Megatron-LM", megatron), ("MegaScale", megascale)):
             one = replace(plan, dp=gpus // 64, async_tp=name == "MegaScale")
-            rate = batch * 2048 / step / gpus
-            yield PlannerRun(f"{name} 175B, {gpus} a100", shape, device, one, 2048, batch, rate)
+            published = {"tokens/s": batch * 2048 / step / gpus}
+            yield f"{name} 175B, {gpus} a100", (shape, device, one, 2048, batch), published
 
 
 def planner_nemo_runs():
@@ -29217,9 +29136,8 @@ def planner_nemo_runs():
         more = dict(zero=zero, micro=micro, fp8=True, chunks=v)
         more |= dict(schedule="interleaved") if v > 1 else {}
         plan = training_plan.Plan(gpus // (tp * pp * cp), tp, cp, pp, **more)
-        name = f"NeMo {version} {model}, {gpus} h100"
-        shape = cost_model.SHAPES[model]
-        yield PlannerRun(name, shape, PLANNER_H100, plan, seq, batch, value)
+        job = cost_model.SHAPES[model], PLANNER_H100, plan, seq, batch
+        yield f"NeMo {version} {model}, {gpus} h100", job, {"tokens/s": value}
 
 
 PLANNER_RUNS = [*planner_torchtitan_runs(), *planner_llama3_and_megatron_runs()]
@@ -29228,19 +29146,25 @@ PLANNER_RUNS += [*planner_megascale_runs(), *planner_nemo_runs()]
 PLANNER_RATIOS = {"1.7B": (1.2, 1.35), "Llama 3 405B": (1.07, 1.15), "MegaScale": (0.78, 0.88)}
 
 
-@pytest.mark.parametrize("run", PLANNER_RUNS, ids=lambda run: run.name)
+@pytest.mark.parametrize("run", PLANNER_RUNS, ids=lambda run: run[0])
 def test_planner_prediction_is_near_the_published_run(run):
     """Within 20% of the published measurement; 1.3x for the smallest model, whose matmuls are
     small, and 12 to 22% too slow for MegaScale's changed model. Reported memory is up to a fifth
     more. Llama 3's three runs are predicted 7 to 15% too fast, in TFLOP/s and in MFU, which is
     published in whole percents."""
-    got = training_plan.predict(run.shape, run.device, run.plan, run.seq, run.batch)
-    flops = cost_model.model_flops(run.shape, run.seq, causal="not" not in run.unit)
-    value = got.tokens_per_second * (1 if run.unit == "tokens/s" else flops / 1e12)
-    least, most = next((r for key, r in PLANNER_RATIOS.items() if key in run.name), (0.8, 1.2))
-    assert not run.mfu or least < got.mfu / run.mfu < most, got.mfu
-    assert least < value / run.value < most, value
-    assert not run.gib or 0.8 < got.bytes / 2**30 / run.gib < 1.05
+    name, (shape, device, plan, seq, batch), published = run
+    got = training_plan.predict(shape, device, plan, seq, batch)
+    flops, rate = partial(cost_model.model_flops, shape, seq), got.tokens_per_second
+    predicted = {
+        "tokens/s": rate, "TFLOP/s": rate * flops() / 1e12, "mfu": got.mfu,
+        "TFLOP/s, not causal": rate * flops(causal=False) / 1e12,
+    }  # fmt: skip
+    least, most = next((r for key, r in PLANNER_RATIOS.items() if key in name), (0.8, 1.2))
+    for unit, value in published.items():
+        if unit == "GiB":
+            assert 0.8 < got.bytes / 2**30 / value < 1.05
+        else:
+            assert least < predicted[unit] / value < most, (unit, predicted[unit])
     assert min(got.seconds.values()) >= -1e-9
 
 
@@ -29298,17 +29222,6 @@ def test_planner_memory_equals_published_formulas():
     assert training_plan.activation_bytes(gpt, "none", False) == (34 - 2) * h + 4 * a
     assert training_plan.activation_bytes(gpt, "none", True) == (34 - 2 - 4 - 8) * h + 4 * a
     assert training_plan.activation_bytes(gpt, "full", True) == 2 * h
-    # 32 layers' saved bytes and one recomputed; without ZeRO 3 no weights are gathered
-    shape, plan = (
-        cost_model.SHAPES["llama3-8b"],
-        training_plan.Plan(8, micro=2, recompute="selective"),
-    )
-    got = training_plan.memory(shape, plan, 8192, 16)
-    kept, whole = (
-        training_plan.activation_bytes(shape, mode, True) for mode in ("selective", "none")
-    )
-    assert got["activations"] == 2 * 8192 * (32 * kept + 2 * whole)
-    assert got["weights"] == pytest.approx(2 * cost_model.parameters(shape), rel=1e-12)
 
 
 @pytest.mark.parametrize("p, m, v", [(4, 12, 1), (5, 3, 1), (6, 12, 2), (4, 12, 3), (8, 16, 4)])
@@ -29328,19 +29241,15 @@ def test_planner_bubbles_and_activations_in_flight_equal_the_simulated_schedules
 
 
 def test_planner_layers_of_uneven_stages():
-    """Of the fullest rank and the last one: Llama 3's 126 on 16 are 8, but 7 at both ends."""
+    """Of the fullest rank and the last one: Llama 3's 126 on 16 are 8, but 7 at both ends. The
+    embedding and the head can be stages of their own."""
     for layers, p, v, want in (
-        (126, 16, 1, (8, 7)),
-        (126, 16, 8, (8, 7)),
-        (125, 16, 1, (8, 6)),
-        (126, 8, 2, (16, 15)),
+        (126, 16, 1, (8, 7)), (126, 16, 8, (8, 7)), (125, 16, 1, (8, 6)), (126, 8, 2, (16, 15)),
         (9, 1, 1, (9, 9)),
-    ):
+    ):  # fmt: skip
         shape = replace(PLANNER_TINY, layers=layers)
         assert training_plan.layers_per_rank(shape, training_plan.Plan(pp=p, chunks=v)) == want
-    plan = training_plan.Plan(
-        pp=5, schedule="interleaved", chunks=2
-    )  # embedding and head on their own
+    plan = training_plan.Plan(pp=5, schedule="interleaved", chunks=2)
     assert training_plan.find_conflict(PLANNER_TINY, plan, 8192, 20) is None
 
 
@@ -29375,10 +29284,7 @@ def test_planner_config_json(tmp_path):
         *((json.dumps(planner_fields(base) | bad), words) for bad, words in (
             ({"num_hidden_layers": None}, "no field 'num_hidden_layers'"),
             ({"vocab_size": 0}, "vocab_size must be a positive integer, not 0"),
-            ({"hidden_size": "4096"}, "hidden_size must be a positive integer, not '4096'"),
-            ({"head_dim": -1}, "head_dim must be a positive integer, not -1"),
             ({"num_key_value_heads": 1.5}, "num_key_value_heads must be .* not 1.5"),
-            ({"q_lora_rank": [8]}, "q_lora_rank must be"),
             ({"intermediate_size": True}, "intermediate_size must be"),
             ({"num_attention_heads": 8192}, "hidden_size 4096 is less than num_attention_heads"),
             ({"num_experts": 4}, "num_experts_per_tok 0 is not from 1 to 4"),
@@ -29407,10 +29313,6 @@ llama3-8b h100 8192 16 dp=16 tp=2 pp=4
 2.1143 4.2286 0.79287 3.3638 4.8926 2008.9 10.455 10.455 73.607 14.195 4.8523 3.8083 6.659 19.977
 369.3 5.3163 11.304 0.70592
 
-mixtral-8x7b h100 4096 16 dp=16 tp=2 ep=8 recompute=full
-6.7454 13.491 16.311 1.2036 0.61035 3660.9 29.507 39.246 267.94 14.195 18.163 7.7765 58.167 130.98
-3.3228 44.359 14.522
-
 llama3.2-1b a100-40gb 4096 2 micro=2 attention=fa2
 2.3019 4.6038 13.811 6.6572 9.7852 17316 45.62 45.62 258.18 75.794 22.633 89.988 26.491
 
@@ -29425,14 +29327,6 @@ llama3-8b h200 8192 32 tp=2 pp=4 schedule=interleaved chunks=2 fp8=True
 llama3-8b h100 8192 32 dp=4 tp=2 pp=4 schedule=zbv chunks=2
 2.6036 5.2072 3.9054 12 4.8926 7128.9 37.101 37.101 588.86 113.56 38.819 30.466 53.272 159.82
 148.47 9.1137 3.9284 2.8237
-
-llama3-8b h100-pcie 8192 32 dp=16 tp=2 zero=2
-7.4788 0.93485 2.8045 12 4.8926 6349.8 43.231 43.231 767.03 148.56 65.021 45.379 73.269 186.68
-4.1824
-
-llama3-8b h100 32768 4 tp=8 cp=4
-1.8697 3.7394 2.8045 3.0939 1.2231 5541.2 39.667 39.667 310.56 227.12 19.409 113.35 18.983 26.636
-20.642 2.497
 
 llama3-8b h100 256 4 tp=8 cp=2 async_tp=False
 1.8697 3.7394 5.6091 0.048342 0.019112 512.47 2.3437 2.3437 28.782 0.027724 0.30327 21.182 2.5256
@@ -29479,46 +29373,34 @@ def test_planner_whole_run_is_pinned():
     """Llama 3 (arXiv:2407.21783): 419 interruptions in 54 days on 16,384 GPUs are one per 3.1
     hours. The checkpoint interval (Young) is the best; a run without progress is an error."""
     assert round(datacenter.GPU_HOURS_TO_FAILURE / 16384, 2) == 3.09
-    run = PLANNER_RUNS[14]
-    got = training_plan.predict(run.shape, run.device, run.plan, run.seq, run.batch)
-    estimate = partial(datacenter.estimate_run, run.shape, run.device, got, run.seq, run.batch)
+    _, (shape, device, plan, seq, batch), _ = PLANNER_RUNS[14]
+    got = training_plan.predict(shape, device, plan, seq, batch)
+    estimate = partial(datacenter.estimate_run, shape, device, got, seq, batch)
     numbers = estimate(15.6e12)
     want = """tokens=15600000000000.0 flops=3.93737e+25 days=123.614 mwh=34085.7
         mtbf_hours=6.18616 checkpoint_bytes=4870240000000.0 checkpoint_seconds=4.87024
         checkpoint_interval=465.749 goodput=0.952145"""
     want = dict(word.split("=") for word in want.split())
     assert numbers == pytest.approx({key: float(x) for key, x in want.items()}, rel=1e-5)
-    slow = estimate(15.6e12, storage=1e7)["checkpoint_seconds"]
-    assert slow == pytest.approx(12 * 405_853_388_800 / 1e7 / 8192)
     with pytest.raises(ValueError, match="no progress: a checkpoint takes 5945118 s.* 6.19 h"):
         estimate(1e12, storage=1e2)
     best = datacenter.checkpoint_interval(60, 10800)
-    share = lambda interval: datacenter.goodput(60, 10800, interval, restart=300)
+    share = lambda interval: datacenter.goodput(60, 10800, interval)
     assert share(best) > max(share(best * 1.05), share(best / 1.05))
-    assert share(1200) == pytest.approx(1 - 60 / 1200 - (600 + 300) / 10800)
 
 
 # ---- brute force ----
 
 
-@pytest.mark.parametrize(
-    "shape, gpus, seq, batch",
-    [
-        (replace(PLANNER_TINY, layers=16), 16, 8192, 48),
-        (replace(PLANNER_TINY, experts=4, experts_per_token=2, expert_ffn=128), 8, 4096, 16),
-    ],
-)
+@pytest.mark.parametrize("shape, gpus, seq, batch", [
+    (replace(PLANNER_TINY, layers=16), 16, 8192, 48),
+    (replace(PLANNER_TINY, experts=4, experts_per_token=2, expert_ffn=128), 8, 4096, 16),
+])  # fmt: skip
 def test_planner_enumeration_is_exhaustive(shape, gpus, seq, batch):
     """All valid plans with tp within a node and at least 2048 tokens per rank, each once."""
     device, want = replace(PLANNER_H100, node=4), set()
-    sizes = [d for d in range(1, 17) if gpus % d == 0]
-    options = [
-        (1, 2, 4, 8),
-        (1, 2, 3),
-        training_plan.SCHEDULES,
-        range(1, 9),
-        training_plan.RECOMPUTE,
-    ]
+    sizes = [d for d in range(1, gpus + 1) if gpus % d == 0]
+    options = (1, 2, 4, 8), (1, 2, 3), training_plan.SCHEDULES, range(1, 9), training_plan.RECOMPUTE
     for dp, tp, cp, pp, ep in itertools.product(sizes, repeat=5):
         if dp * tp * cp * pp == gpus and tp <= 4 and (cp == 1 or seq // cp >= 2048):
             for micro, zero, schedule, v, recompute in itertools.product(*options):
@@ -29585,29 +29467,23 @@ def test_search_transfers_of_megatron_and_data_parallelism():
     """Tensor parallelism: two all-reduces of the activations forward, two backward (Megatron,
     arXiv:1909.08053, 3), nothing between operators. Data parallelism: one of all gradients."""
     operators, widths = auto_sharding.layer_graph(PLANNER_8B, 8192)
-    weights = 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336)
-    for letters, axes, want in (
-        ("rjhkrjk", [8], [2 * 100 * 4096] * 4),
-        ("iiiiiii", [8], [4 * weights / 5]),
-    ):
-        moves = [
-            move
-            for op, x in zip(operators, letters)
-            for move in auto_sharding.op_transfers(op, x, axes, 100, 5)
-        ]
-        assert {kind for kind, *_ in moves} == {"all-reduce"}
-        sizes = sorted(size for _, size, _ in moves)
-        assert sum(sizes) == pytest.approx(sum(want)) and len(sizes) == 4
-        edges = [
-            auto_sharding.reshard_transfers(letters[u], letters[v], axes, 1) for u, v in widths
-        ]
-        assert not any(map(list, edges))
-    moves = [m for op in operators for m in auto_sharding.op_transfers(
-        op, {"norm": "ir", "attention": "ih"}.get(op.name, "ij"), [2, 4], 100, 1)]  # fmt: skip
     shapes = [(4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)]
-    want = [x for k, n in shapes for x in (("all-reduce", 4 * k * n / 4, 0),
-                                           ("all-reduce", 2 * 100 * k / 2, 1))]  # fmt: skip
-    assert moves == want
+
+    def moves(letters, axes, micros):
+        pairs = zip(operators, letters, strict=True)
+        return [m for op, x in pairs for m in auto_sharding.op_transfers(op, x, axes, 100, micros)]
+
+    for letters, want in (
+        ("rjhkrjk", [2 * 100 * 4096] * 4), ("iiiiiii", [4 * k * n / 5 for k, n in shapes]),
+    ):  # fmt: skip
+        assert moves(letters, [8], 5) == [("all-reduce", size, 0) for size in want]
+        for u, v in widths:
+            assert not list(auto_sharding.reshard_transfers(letters[u], letters[v], [8], 1))
+    both = [{"norm": "ir", "attention": "ih"}.get(op.name, "ij") for op in operators]
+    assert moves(both, [2, 4], 1) == [
+        move for k, n in shapes
+        for move in (("all-reduce", 4 * k * n / 4, 0), ("all-reduce", 2 * 100 * k / 2, 1))
+    ]  # fmt: skip
 
 
 def test_search_resharding_between_layouts():
@@ -29654,7 +29530,7 @@ def search_stage_seconds(shape, device, seq, b, micros, d, n, first, last, store
     slower = 1 + extra / (cost_model.model_flops(shape, seq) - head_flops)
     assert recompute != "full" or slower == pytest.approx(4 / 3)
     hop = device.alpha[1] + 2 * tokens * shape.dim / d / (0.8 * device.network)
-    ends = (first + last) * shape.dim * shape.vocab
+    ends = (1 if shape.tied and first and last else first + last) * shape.dim * shape.vocab
     saved = n * stored * training_plan.activation_bytes(shape, recompute, True)
     logits = 10 * shape.vocab * last
     weights = sum(op.weights for op in operators)
@@ -29675,21 +29551,23 @@ def search_stage_seconds(shape, device, seq, b, micros, d, n, first, last, store
     return n * best * slower + head
 
 
-@pytest.mark.parametrize("extra", [40e6, 30e6, 28e6, 25e6, 20e6])
-def test_search_alpa_equals_brute_force(extra):
+@pytest.mark.parametrize("extra, tied", [
+    (40e6, False), (30e6, True), (28e6, False), (25e6, True), (25e6, False), (20e6, False),
+])  # fmt: skip
+def test_search_alpa_equals_brute_force(extra, tied):
     """The least time of all stages, submeshes, micro-batches, recomputations and letters of every
-    operator, on two GPUs with little memory; none if nothing fits."""
+    operator, on two GPUs with little memory; none if nothing fits. Tied weights are stored once."""
     device = replace(PLANNER_H100, memory=(4 * 2**30 + extra) / 0.9, network=5e9, node=1)
-    seq, batch, L, best = 512, 4, SEARCH_TINY.layers, INF
+    shape, seq, batch, L, best = replace(SEARCH_TINY, tied=tied), 512, 4, SEARCH_TINY.layers, INF
     for b, recompute, stages in itertools.product((1, 2), training_plan.RECOMPUTE, (1, 2)):
         micros = batch // b
         for middle in range(1, L) if stages == 2 else (L,):
             spans = [(0, middle), (middle, L)][:stages]
             spent = [search_stage_seconds(
-                SEARCH_TINY, device, seq, b, micros, 2 // stages, j - i, i == 0, j == L,
+                shape, device, seq, b, micros, 2 // stages, j - i, i == 0, j == L,
                 min(stages, micros), recompute) for i, j in spans]  # fmt: skip
             best = min(best, sum(spent) + (micros - 1) * max(spent))
-    got = auto_sharding.alpa(SEARCH_TINY, device, 2, seq, batch)
+    got = auto_sharding.alpa(shape, device, 2, seq, batch)
     assert (got is None) == (best == INF) == (extra == 20e6)
     assert got is None or got.seconds == pytest.approx(best, rel=1e-9)
 
@@ -29701,16 +29579,6 @@ def test_search_alpa_finds_data_and_tensor_parallelism():
         PLANNER_8B, PLANNER_H100, 8192, sequences, 8, (8, 1)))  # fmt: skip
     assert find(8).degrees() == (8, 1) and find(1).degrees() == (1, 8)
     assert [x[0] for x in find(1).letters] == list("rjhkrjk")
-
-
-def test_search_alpa_stores_tied_weights_once():
-    """A tied model of one stage fits in what it needs, 18 bytes per weight of one end fewer."""
-    find = lambda shape, memory: auto_sharding.alpa(
-        shape, replace(PLANNER_H100, memory=memory), 1, 512, 1, recompute=["none"])  # fmt: skip
-    tied = replace(SEARCH_TINY, vocab=100_000, tied=True)
-    limit = lambda shape: next(m for m in range(4500, 7000, 25) if find(shape, m * 2**20))
-    saved = (limit(replace(tied, tied=False)) - limit(tied)) * 2**20 * 0.9
-    assert saved == pytest.approx(18 * 256 * 100_000, rel=0.1)
 
 
 @pytest.mark.parametrize("layers, batch, stages", [(3, 32, 3), (2, 3, 1)])
@@ -29741,7 +29609,7 @@ def test_search_aceso_is_near_exhaustive_search(seed):
     """Within 5% of the best of all plans, in a tenth of the evaluations on average and never more
     than 30%; each plan is one of them, and counted once."""
     parts = []
-    for job, every in search_jobs(15 if seed else 6, seed):
+    for job, every in search_jobs(10 if seed else 4, seed):
         plan, seen = search.aceso(*job)
         total = {*training_plan.plans(*job)}
         assert set(seen) <= total
@@ -29779,16 +29647,16 @@ def test_search_merak_stages_equal_brute_force(memory):
     shape = replace(PLANNER_8B, layers=7, vocab=1024, dim=1024, ffn=4096, heads=8, kv_heads=8)
     device, seq = replace(PLANNER_H100, memory=memory * 2**30), 8192
     plan, best = training_plan.Plan(pp=3, micro=2), INF
-    for counts in itertools.product(range(1, 6), repeat=3):
-        for kinds in itertools.product(("none", "full"), repeat=3) if sum(counts) == 7 else ():
-            spent = []
-            for s, (n, kind) in enumerate(zip(counts, kinds)):
-                p = replace(plan, recompute=kind)
-                ends = (shape, p, seq, n, s in (0, 2), s == 2, 3 - s)
-                fits = sum(training_plan.stage_bytes(*ends).values()) <= 0.9 * device.memory
-                time = search.stage_seconds(shape, device, p, seq, n, s == 2)
-                spent.append(time if fits else INF)
-            best = min(best, max(spent))
+
+    def seconds(s, n, kind):
+        p, last = replace(plan, recompute=kind), s == 2
+        size = training_plan.stage_bytes(shape, p, seq, n, s in (0, 2), last, 3 - s)
+        fits = sum(size.values()) <= 0.9 * device.memory
+        return search.stage_seconds(shape, device, p, seq, n, last) if fits else INF
+
+    for counts in (c for c in itertools.product(range(1, 6), repeat=3) if sum(c) == 7):
+        for kinds in itertools.product(("none", "full"), repeat=3):
+            best = min(best, max(map(seconds, range(3), counts, kinds)))
     got = search.make_pipeline(shape, device, plan, seq, 8, ("none", "full"))
     assert (got is None) == (best == INF) == (memory == 6.5)
     if got:
@@ -29902,17 +29770,13 @@ def test_search_hap_cannot_be_improved(names):
     """No letters are better at the shares found, no other shares for the letters; equal GPUs get
     equal shares, and the faster ones more."""
     devices = [cost_model.DEVICES[name] for name in names.split()]
-    shape = replace(PLANNER_8B, layers=4)
-    got = uneven_sharding.hap(shape, devices, 2048, 4, 8)
+    job = replace(PLANNER_8B, layers=4), devices, 2048, 4, 8
+    got = uneven_sharding.hap(*job)
     assert got.seconds <= got.equal * (1 + 1e-9)
-    clusters = [
-        uneven_sharding.Cluster(shape, devices, 2048, 4, 8, padded) for padded in (True, False)
-    ]
-    steps = [cluster.step(got.letters, got.ratios) for cluster in clusters]
-    cluster = min(zip(steps, clusters), key=lambda pair: pair[0])[1]
-    assert min(steps) == pytest.approx(got.seconds)
-    every = itertools.product(*cluster.options)
-    some = random.Random(0).sample(list(every), 300)
+    step = lambda cluster: cluster.step(got.letters, got.ratios)
+    cluster = min((uneven_sharding.Cluster(*job, padded) for padded in (True, False)), key=step)
+    assert step(cluster) == pytest.approx(got.seconds)
+    some = random.Random(0).sample([*itertools.product(*cluster.options)], 300)
     assert all(cluster.step(letters, got.ratios) >= got.seconds * (1 - 1e-9) for letters in some)
     assert cluster.balance(got.letters).seconds == pytest.approx(got.seconds)
     top, other = got.ratios[0], got.ratios[-1]
@@ -29927,15 +29791,6 @@ def test_search_hap_collectives_on_equal_gpus():
         fixed, slope = cluster.transfers([(kind, 1e9, 0)])
         want = auto_sharding.transfer_seconds(device, [n], kind, 1e9, 0)
         assert fixed + slope / n == pytest.approx(want), kind
-
-
-@pytest.mark.parametrize("flags, sequences, micros", [
-    ("--device h100:3 --batch 1M", 2, 64), ("--device h100:8 --batch 32k", 4, 1),
-    ("--device h100:2 --batch 1M --micro 4", 8, 16)])  # fmt: skip
-def test_search_hap_step_has_the_whole_batch(flags, sequences, micros):
-    line = f"--search hap --model llama3.2-1b {flags}".split()
-    out = search.report(planner.parse_args(line))
-    assert f"{micros} micro-batches of {sequences} sequences" in out
 
 
 def test_search_train_flags_are_trains():
@@ -29957,75 +29812,27 @@ def test_search_train_flags_are_trains():
         assert ST.parse_ints(got.pp_recompute or "", "") == again
 
 
-@pytest.mark.parametrize(
-    "line, words",
-    [
-        ("aceso --gpus 16 --seq 2048 --batch 64k", "exhaustive: .* after 1686 evaluations"),
-        ("oobleck --gpus 32 --model llama3-70b --device h200", "1 may fail at once"),
-        ("merak --gpus 16 --model llama3-70b --pp 8 --tp 2 --device h200", "--set pp_recompute=0"),
-        ("hap --device h100:2,a100-80gb:2 --model llama3.2-1b", "equal shares of 0.2500: "),
-        ("alpa --gpus 2 --model llama3.2-1b --batch 64k --seq 2048", "equal stages"),
-    ],
-)
-def test_search_program(line, words, capsys):
+@pytest.mark.parametrize("line, words", [
+    ("aceso --gpus 16 --seq 2048 --batch 64k", "exhaustive: .* after 1686 evaluations"),
+    ("oobleck --gpus 32 --model llama3-70b --device h200", "1 may fail at once"),
+    ("merak --gpus 16 --model llama3-70b --pp 8 --tp 2 --device h200", "--set pp_recompute=0"),
+    ("hap --device h100:2,a100-80gb:2 --model llama3.2-1b", "equal shares of 0.2500: "),
+    ("hap --device h100:3 --model llama3.2-1b --batch 1M", "64 micro-batches of 2 sequences"),
+    ("hap --device h100:2 --model llama3.2-1b --batch 1M --micro 4", "16 micro-batches of 8 seq"),
+    ("alpa --gpus 2 --model llama3.2-1b --batch 64k --seq 2048", "equal stages"),
+    ('perseus --problem {"units":2,"micro_batches":4}', "train.py --pp 4 --pp-schedule 1f1b"),
+    ("dynapipe", "train.py --pp 4 --pp-schedule 1f1b"),
+])  # fmt: skip
+def test_search_program(line, words):
     """Every method by its flag; what train.py can run, it can parse, with all layers."""
-    planner.main(["--search", *line.split()])
-    out = capsys.readouterr().out
+    out = planner_run(f"--search {line}")
     assert re.search(words, out), out
-    flags = [
-        row.strip().split() for row in out.split("\n") if row.strip().startswith("train.py --")
-    ]
+    flags = re.findall(r"^ *train\.py (--.*)", out, re.MULTILINE)
     assert bool(flags) == (not line.startswith("hap"))
-    for _, *row in flags:
-        got = TCONF.parse_args(row)
-        layers = (
-            cost_model.SHAPES[line.split("--model ")[1].split()[0]].layers if "--m" in line else 32
-        )
-        assert got.pp_layers is None or sum(ST.parse_ints(got.pp_layers, "")) == layers
-
-
-for planner_text, planner_words in {
-    "alpa --model mixtral-8x7b": "dense --model",
-    "hap --model deepseek-v3 --device h100:2": "dense --model",
-    "alpa --model llama3-405b": "no stages of llama3-405b fit 8 h100; use more --gpus",
-    "oobleck --failures x": "--failures x.* use 1",
-    "oobleck --failures ² --gpus 16": "--failures ².* use 1",
-    "oobleck --gpus 4": "whole nodes; use at least --gpus 8",
-    "oobleck --gpus 64 --batch 8k": "1 micro-batches are fewer than 8 pipelines; use a larger",
-    "oobleck --gpus 16 --pp 2": "oobleck does not read --pp; leave it out",
-    "oobleck --gpus 8": "--failures 1.* 2 copies.* 1 nodes.* use more --gpus",
-    "oobleck --gpus 8 --model llama3-405b": "does not fit 8 h100; use more --gpus",
-    "oobleck --gpus 16 --tp 3": "tp 3 cannot shard 32 heads",
-    "oobleck --gpus 16 --model gpt3-175b --tp 3 --seq 6k --batch 6M": "--tp 3.* node of 8 GPUs",
-    "oobleck --gpus 16 --micro 3": "512 sequences is not divisible by .* micro 3",
-    "merak --recompute full": "merak does not read --recompute; leave it out",
-    "merak --pp 5": "8 GPUs are not divisible by .*pp 5",
-    "merak --gpus 16 --micro 3": "512 sequences is not divisible by .* micro 3",
-    "merak --failures 2": "merak does not read --failures",
-    "aceso --problem {}": "aceso does not read --problem",
-    "aceso --json": "aceso does not read --json",
-    "aceso --gpus 32 --pp 32 --schedule zbv": "64 stages .* more than the model's 32 layers",
-    "alpa --tp 2": "alpa does not read --tp",
-    "alpa --fp8": "alpa does not read --fp8",
-    "helix --gpus 16": "helix does not read --gpus",
-    "merak --model llama3-405b": "no stages of llama3-405b fit 8 GPUs; use more --gpus",
-    "hap": "--device h100 is 1 GPUs; use 2 to 256",
-    "hap --device h100:2,v100:2": "--device v100:2 is not DEVICE:COUNT",
-    "hap --device h100:x": "--device h100:x is not",
-    "hap --device h100:0,a100-80gb:2": "--device h100:0 is not",
-    "hap --device h100:²,h100": "--device h100:² is not",
-    "hap --device h100:257": "is 257 GPUs; use 2 to 256",
-    "hap --device h100:2 --micro 0": "--micro must be positive, not 0",
-    "hap --device h100:2 --gpus 16": "hap does not read --gpus",
-    "hap --device h100:2 --model llama3-405b": "llama3-405b does not fit h100:2",
-    "aceso --device v100": "--device v100.* h100",
-    "aceso --gpus 8 --model llama3-405b": "no plan fits",
-}.items():
-    planner_call = lambda text: search.report(planner.parse_args(["--search", *text.split()]))
-    REFUSED[f"planner: --search {planner_text}"] = (
-        partial(planner_call, planner_text),
-        planner_words,
-    )
+    model = re.search(r"--model (\S+)|$", line)[1] or "llama3-8b"
+    for words in flags:
+        layers = TCONF.parse_args([*words.split(), "--out", "x"]).pp_layers
+        assert not layers or sum(ST.parse_ints(layers, "")) == cost_model.SHAPES[model].layers
 
 
 # ---- bad plans and flags ----
@@ -30034,14 +29841,12 @@ for planner_text, planner_words in {
     "schedule=x": "schedule x",
     "recompute=x": "recompute x",
     "zero=0": "zero 0",
-    "pp=16": r"16 stages \(pp 16 x 1 chunks\)",
-    "pp=9": "9 stages",
+    "pp=9": r"9 stages \(pp 9 x 1 chunks\)",
     "pp=4 schedule=interleaved chunks=3": "12 stages.* 8 layers",
     "schedule=gpipe": "gpipe requires pp > 1",
     "pp=2 chunks=2": "1f1b.* 2 chunks",
     "pp=2 schedule=zbv": "zbv.* 1 chunks",
     "pp=2 schedule=interleaved": "interleaved.* 1 chunks",
-    "dp=5": "24 sequences.* dp 5 x micro 1",
     "dp=8 micro=2": "24 sequences.* dp 8 x micro 2",
     "dp=8 pp=2 schedule=interleaved chunks=2": "3 micro-batches.* pp 2",
     "zero=2 pp=2": "zero 2.* dp x cp",
@@ -30051,32 +29856,130 @@ for planner_text, planner_words in {
     "tp=4": "seq 8190.* 1 parts x tp 4",
     "dp=4 ep=2": "ep 2.* dp 4 and 0 experts",
 }.items():
-    planner_run = 8190 if "8190" in planner_words else 8192, 24
-    planner_call = partial(training_plan.predict, PLANNER_TINY, PLANNER_H100)
-    planner_call = partial(
-        planner_call, training_plan.Plan(**planner_fields(planner_text)), *planner_run
-    )
-    REFUSED[f"planner: {planner_text}"] = planner_call, planner_words
-for planner_text in ("", "M", "x", "-1", "0", "nan", "inf", "1e999", "1e16", "8.5", "12q"):
+    planner_plan = training_plan.Plan(**planner_fields(planner_text))
+    planner_call = partial(training_plan.predict, PLANNER_TINY, PLANNER_H100, planner_plan)
+    planner_seq = 8190 if "8190" in planner_words else 8192
+    REFUSED[f"planner: {planner_text}"] = partial(planner_call, planner_seq, 24), planner_words
+for planner_text in ("", "0", "nan", "1e16", "8.5", "12q"):
     planner_call = partial(cost_model.parse_number, planner_text)
     REFUSED[f"planner: number {planner_text!r}"] = planner_call, f"'{planner_text}' is not a number"
-for planner_text, planner_words in {
-    "--model llama9": "--model llama9.* llama3-8b",
-    "--device v100": "--device v100.* h100",
-    "--gpus 100": "--gpus 100.* 8; use 96",
-    "--gpus x": "'x'",
-    "--batch 100k": "--batch 102400.*--seq 8192; use 98304",
-    "--batch 4k": "--batch 4096.*--seq 8192; use 8192",
-    "--gpus 64 --pp 64": "64 stages",
-    "--gpus 64 --batch 1M --micro 3": "128 sequences.* dp 1 x micro 3",
-    "--gpus 64 --batch 24k --tp 1 --pp 1 --cp 1": "3 sequences.* dp 64 x micro 1",
-    "--gpus 64 --tp 7": "64 GPUs.* tp 7",
-    "--dp 8 --pp 2": "8 GPUs.* dp 8 x pp 2",
-    "--tp -1": "--tp must be positive, not -1",
-    "--device a100-80gb --fp8": "--fp8.*--device a100-80gb",
-}.items():
-    planner_call = lambda text: planner.plan_report(planner.parse_args(text.split()))
-    REFUSED[f"planner: {planner_text}"] = partial(planner_call, planner_text), planner_words
+
+PLANNER_REFUSED = {  # flags -> more flags -> regex of the error
+    "": {
+        "--model llama9": "--model llama9.* llama3-8b",
+        "--device v100": "--device v100.* h100",
+        "--gpus 100": "--gpus 100.* 8; use 96",
+        "--batch 100k": "--batch 102400.*--seq 8192; use 98304",
+        "--batch 4k": "--batch 4096.*--seq 8192; use 8192",
+        "--gpus 64 --batch 1M --micro 3": "128 sequences.* dp 1 x micro 3",
+        "--gpus 64 --batch 24k --tp 1 --pp 1 --cp 1": "3 sequences.* dp 64 x micro 1",
+        "--dp 8 --pp 2": "8 GPUs.* dp 8 x pp 2",
+        "--tp -1": "--tp must be positive, not -1",
+        "--device a100-80gb --fp8": "--fp8.*--device a100-80gb",
+        "--energy-price 1": "^--energy-price requires --site$",
+        "--persist 8 --stages 2": "^--stages requires --kernel$",
+        "--persist 8 --gpus 8": "^--gpus cannot be combined with --persist$",
+        "--persist 0": "'0' is not a number",
+        "--persist 8 --model mixtral-8x7b": "--persist requires a dense",
+        "--kernel=": "^--kernel must be three numbers such as 4096,4096,64, not ''$",
+    },
+    "--search": {
+        "alpa --tp 2": "^--search alpa does not read --tp; leave it out$",
+        "alpa --model mixtral-8x7b": "dense --model",
+        "alpa --gpus 2 --model llama3-405b": "no stages of llama3-405b fit 2 h100; use more --gpus",
+        "aceso --json": "aceso does not read --json",
+        "aceso --gpus 32 --pp 32 --schedule zbv": "64 stages .* more than the model's 32 layers",
+        "oobleck --failures ² --gpus 16": "--failures ².* use 1",
+        "oobleck --gpus 4": "whole nodes; use at least --gpus 8",
+        "oobleck --gpus 64 --batch 8k": "1 micro-batches are fewer than 8 pipelines; use a larger",
+        "oobleck --gpus 8": "--failures 1.* 2 copies.* 1 nodes.* use more --gpus",
+        "oobleck --gpus 8 --model llama3-405b": "does not fit 8 h100; use more --gpus",
+        "oobleck --gpus 16 --tp 3": "tp 3 cannot shard 32 heads",
+        "oobleck --gpus 16 --model gpt3-175b --tp 3 --seq 6k --batch 6M": "--tp 3.* node of 8",
+        "merak --gpus 16 --micro 3": "512 sequences is not divisible by .* micro 3",
+        "merak --gpus 2 --model llama3-405b": "no stages of llama3-405b fit 2 GPUs; use more",
+        "hap": "--device h100 is 1 GPUs; use 2 to 256",
+        "hap --device h100:2,v100:2": "--device v100:2 is not DEVICE:COUNT",
+        "hap --device h100:0,a100-80gb:2": "--device h100:0 is not",
+        "hap --device h100:²,h100": "--device h100:² is not",
+        "hap --device h100:257": "is 257 GPUs; use 2 to 256",
+        "hap --device h100:2 --micro 0": "--micro must be positive, not 0",
+        "hap --device h100:2 --model llama3-405b": "llama3-405b does not fit h100:2",
+    },
+    "--site": {
+        "--tp 2": "^--tp cannot be combined with --site$",
+        "--days 0": "--days '0'.* 0.01 to",
+        "--pue 0.9": "--pue '0.9'.* from 1 to 5",
+        "--carbon -1": "--carbon '-1'",
+        "--energy-price x": "--energy-price 'x'",
+        "--watts=": "--watts ''",
+        "--failure-rate=": "--failure-rate ''",
+        "--budget=": "--budget ''",
+        "--prompt-share 2": "--prompt-share '2'",
+        "--risk 1": "--risk '1'",
+        "--row 501": "--row 501",
+        "--radix 63": "--radix 63.* even",
+        "--radix 2": "--radix 2 ",
+        "--pair=": "--pair ''",
+        "--pair ²,1": "--pair '²,1'.* 0,9",
+        "--pair 0,8": "--pair 0,8.* 0 to 7",
+        "--seq 4k": "--seq requires --mix",
+        "--mix h100=8": "--mix and --jobs",
+        "--mix= --jobs llama3-8b": "--mix and --jobs",
+        "--mix h100 --jobs llama3-8b": "--mix 'h100'.* h100=16",
+        "--mix h100=8,h100=8 --jobs llama3-8b": "--mix 'h100=8,h100=8'",
+        "--mix v100=8 --jobs llama3-8b": "--mix: v100 is unknown.* a100",
+        "--mix h100=8 --jobs llama3-8b --gpus 64": "--gpus cannot be combined with --mix",
+    },
+    "--kernel": {
+        "4096,4096": "--kernel must be three numbers.*'4096,4096'",
+        "1k,1k,1k --tile 256,256,64": "--tile 256,256,64 .*288 registers per thread of 255",
+        "1k,1k,1k --tile 128,128,64 --stages 8": "262,144 bytes of 232,448",
+        "1k,1k,1k --warps 33": "1,056 threads of 1,024",
+        "1k,1k,1k --group-m -1": "--group-m must be positive, not -1",
+        "1k,1k,1k --device gb200-nvl72": "--device gb200-nvl72.* h100",
+    },
+    "--einsum": {
+        "ij,jk --sizes i=1": "'ij,jk' is not of the form",
+        "ii->i --sizes i=1": "index i stands twice in ii",
+        "i->j --sizes i=1,j=2": "no operand has index j",
+        "ij->i --sizes i=1": "^--sizes lacks index j of --einsum; add j=SIZE$",
+        "ij->i --sizes i=1,j": "--sizes 'j' is not of the form",
+        "ij->i --sizes i=1,j=2,i=3": "--sizes gives index i twice",
+        "ij->i --sizes i=1,j=2,k=3": "--sizes: --einsum has no index k",
+        "ij->i --sizes i=1,j=2 --stages 0": "--stages must be positive, not 0",
+        "ab,cd->a --sizes a=9e14,b=9e14,c=9e14,d=9e14": "more than 1e40 iterations",
+        "a,a,a,a,a,a,a,a,a,a,a->a --sizes a=2": "11 operands; at most 10",
+        "abc,defg->abcdefg --sizes a=2,b=2,c=2,d=2,e=2,f=2,g=2": "7 indices to tile",
+    },
+    "--serve": {
+        "--site": "^--serve cannot be combined with --site$",
+        "--pue 2": "^--pue requires --site$",
+        "--zero 0": "--zero cannot be combined with --serve",
+        "--batch -3": "'-3'",
+        "--output 1": "--output must be 2 or more, not 1",
+        "--tp 0": "--tp must be positive, not 0",
+        "--tp 3": "--gpus 8 is not divisible by a replica's 3",
+        "--tp 16 --gpus 16": "--tp 16.* 8 GPUs of a node",
+        "--model llama3.2-1b --tp 6 --gpus 6": "--tp 6 cannot shard 32 heads",
+        "--pp 64 --gpus 64": "--pp 64.* 32 layers",
+        "--ep 2": "--ep 2 requires experts",
+        "--ep 3 --gpus 6 --model mixtral-8x7b": "--ep 3 does not divide the model's 8 experts",
+        "--quantize fp8 --device a100-80gb": "--quantize fp8.*a100-80gb",
+        "--gpu-hour -1": "--gpu-hour must be a positive number",
+        "--slo 1": "--slo must be A:B.*'1'",
+        "--slo 1:x": "--slo must be a positive number, not 'x'",
+        "--slo 0.001:1": "the shortest time to the first token of any is 0.0",
+        "--slo 1:0.000001": "--slo 1:1e-06: the shortest.*per token 0.00",
+        "--slo 1:0.001 --batch 64": "--slo 1:0.001: the shortest.*per token 0.00",
+        "--model llama3-405b": "batch of 1 with 2500 tokens.*: beside 101.* --quantize",
+        "--batch 10M": "batch of 10000000 .* caches .* tokens .* lower --batch",
+    },
+}
+for planner_flags, planner_rows in PLANNER_REFUSED.items():
+    for planner_text, planner_words in planner_rows.items():
+        planner_call = partial(planner_run, f"{planner_flags} {planner_text}")
+        REFUSED[f"planner: {planner_flags} {planner_text}"] = planner_call, planner_words
 
 
 def test_planner_error_names_the_missing_memory():
@@ -30087,31 +29990,21 @@ def test_planner_error_names_the_missing_memory():
     said, shape = str(caught.value), cost_model.SHAPES["llama3-405b"]
     assert said.startswith("planner.py: no plan fits") and "\n" not in said
     assert ": weights 94.5, gradients 189.0, optimizer 567.0, " in said
-    need, kinds, short = re.search(
-        r"needs (\S+) of 72.0 .*80.0\): (.*); short by (\S+) ", said
-    ).groups()
-    sizes = [float(kind.split()[-1]) for kind in kinds.split(", ")]
+    numbers = r"needs (\S+) of 72.0 .*80.0\): (.*); short by (\S+) "
+    need, kinds, short = re.search(numbers, said).groups()
     every = training_plan.plans(shape, PLANNER_H100, 8, 8192, 512)
-    least, plan = min(
-        (sum(training_plan.memory(shape, p, 8192, 512).values()), str(p)) for p in every
-    )
+    size = lambda plan: sum(training_plan.memory(shape, plan, 8192, 512).values())
+    least, plan = min((size(plan), str(plan)) for plan in every)
     assert f"({plan})" in said
     assert (need, short) == (f"{least / 2**30:.1f}", f"{least / 2**30 - 72:.1f}")
-    assert sum(sizes) == pytest.approx(float(need), abs=0.4)
+    assert sum(float(kind.split()[-1]) for kind in kinds.split(", ")) == pytest.approx(
+        float(need), abs=0.4)  # fmt: skip
 
 
 # ---- the program ----
 
 
-def test_planner_number_formats():
-    """k, M, B and T, in either case, of 1000 or 1024."""
-    got = [cost_model.parse_number(text, 1024) for text in "16M 8192 4k".split()]
-    assert got == [16 * 2**20, 8192, 4096]
-    got = [cost_model.parse_number(text) for text in "15.6T 4k 2B 0.5m".split()]
-    assert got == [15_600_000_000_000, 4000, 2_000_000_000, 500_000]
-
-
-def test_planner_program_prints_what_it_predicts(capsys):
+def test_planner_program_prints_what_it_predicts():
     """The table and the details of the best plan are rank_plans' and estimate_run's, and so is
     --json; given degrees are kept."""
     line = "--model llama3-8b --gpus 16 --seq 4k --batch 1M --tp 2 --schedule 1f1b --fp8 --top 3"
@@ -30119,28 +30012,22 @@ def test_planner_program_prints_what_it_predicts(capsys):
     found = training_plan.rank_plans(PLANNER_8B, PLANNER_H100, 16, 4096, 256, **fixed)
     best, tokens, storage = found[0], 20 * 8_030_261_248, 122e6
     run = datacenter.estimate_run(PLANNER_8B, PLANNER_H100, best, 4096, 256, tokens, storage)
-    planner.main([*line.split(), "--json"])
-    plans = [asdict(one) for one in found[:3]]
-    assert json.loads(capsys.readouterr().out) == dict(plans=plans, run=run)
-    planner.main(line.split())
-    head, table, details = capsys.readouterr().out.split("\n\n")
+    assert planner_json(line) == dict(plans=[asdict(one) for one in found[:3]], run=run)
+    head, table, details = planner_run(line).split("\n\n")
     assert head == f"llama3-8b, 8.0B parameters, on 16 h100: {len(found)} plans fit"
     rows = [row.split(None, 4) for row in table.split("\n")]
     assert rows[0] == "s/step tok/s/GPU MFU GiB plan".split() and len(rows) == 4
     for row, one in zip(rows[1:], found[:3], strict=True):
         speed, size = f"{one.tokens_per_second:,.1f}", f"{one.bytes / 2**30:.1f}"
         assert row == [f"{one.step:.2f}", speed, f"{one.mfu:.1%}", size, str(one.plan)]
-    lines, memory = details.split("\n"), {k: x / 2**30 for k, x in best.memory.items()}
-    assert lines[0] == f"best: {best.plan}" and "GiB of 80.0 per GPU" in lines[1]
+    assert details.startswith(f"best: {best.plan}\nmemory, GiB of 80.0 per GPU\n")
     assert str(best.plan).startswith("dp 8 x tp 2 x cp 1 x pp 1, zero")
-    seconds = {kind: t for kind, t in best.seconds.items() if t > 0}
-    want = [(*one, 80) for one in (memory | {"": best.bytes / 2**30}).items()]
-    want += [(*one, best.step) for one in (seconds | {"": best.step}).items()]
-    got = [re.match(r"  (.{20}) *([\d.]+) +([\d.]+)%$", line) for line in lines]
-    got = [(m[1].strip(), *map(float, m.groups()[1:])) for m in got if m]
-    assert [name for name, *_ in got] == [name for name, *_ in want]
-    for (_, size, share), (_, x, whole) in zip(got, want, strict=True):
-        assert (size, share) == pytest.approx((x, 100 * x / whole), abs=0.051)
+    gib = {name: x / 2**30 for name, x in [*best.memory.items(), ("", best.bytes)]}
+    seconds = {name: t for name, t in [*best.seconds.items(), ("", best.step)] if t > 0}
+    for parts, whole in ((gib, 80), (seconds, best.step)):
+        rows = [f"{name} {x:.3f} {x / whole:.1%}" for name, x in parts.items()]
+        text = re.sub(" +", " ", details.replace("\n  ", "\n"))
+        assert "\n".join(["", *rows, ""]) in text
     for text in (
         f"{best.tokens_per_second:,.1f} tokens/s/GPU; MFU {best.mfu:.1%} of bf16's peak",
         f"{best.hfu:.1%} with recomputation (HFU)",
@@ -30152,66 +30039,46 @@ def test_planner_program_prints_what_it_predicts(capsys):
         f"goodput {run['goodput']:.1%}",
     ):
         assert text in " ".join(details.split("\n")), text
-    planner.main([*line.split(), "--eager", "--pp", "2", "--recompute", "none", "--tokens", "1T"])
-    out = capsys.readouterr().out
-    assert "pp 2, zero 1, micro 1, recompute none, 1f1b" in out and "1T tokens" in out
+    out = planner_run(f"{line} --eager --pp 2 --recompute none --tokens 0.5t")
+    assert "pp 2, zero 1, micro 1, recompute none, 1f1b" in out and "0.5T tokens" in out
 
 
-def test_planner_searches_16384_gpus(capsys):
+def test_planner_searches_16384_gpus():
     """The command of the README, in 12 seconds."""
     line = "--model llama3-405b --gpus 16384 --device h100 --seq 8192 --batch 16M --tokens 15.6T"
     began = time.perf_counter()
-    planner.main(line.split())
+    out = planner_run(line)
     assert time.perf_counter() - began < 12
-    out = capsys.readouterr().out
     assert "failures 3.1 h; a checkpoint of 4.87 TB takes 2.4 s, best every 3.9 min" in out
 
 
-def test_planner_alone_in_a_folder(tmp_path):
-    """The planner runs without torch and, without flags, plans a model on one server."""
-    at = tmp_path / "parallelism"
-    at.mkdir()
-    parts = mixed_cluster, network_topology, scaling_laws, SCOST, auto_sharding, SC
-    parts += helix, spindle, perseus, pipeline_search, uneven_sharding, problem, solvers
-    for module in (planner, cost_model, training_plan, *parts, *planner.TOPICS.values()):
-        shutil.copy(module.__file__, at)
-    run = [sys.executable, "-S", "-m", "parallelism.planner"]
-    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True)
+def test_planner_needs_the_standard_library_alone():
+    """Without site-packages and without flags, it plans a model on one server."""
+    done = run("-S", "-m", "parallelism.planner")
     assert done.returncode == 0 and not done.stderr
     assert done.stdout.startswith("llama3-8b, 8.0B parameters, on 8 h100: ")
 
 
 # ---- the site: published numbers ----
 
-# Patterson et al., arXiv:2104.10350, table 4: chips, days, measured watts of a chip and its share
-# of the server, PUE, kg of CO2e per kWh (gross); MWh and t of CO2e that the paper gives
-SITE_TRAINED = {
-    "Evolved Transformer NAS": (200, 6.8, 208, 1.10, 0.431, 7.5, 3.2),
-    "T5": (512, 20, 310, 1.12, 0.545, 85.7, 46.7),
-    "Meena": (1024, 30, 289, 1.09, 0.415, 232, 96.4),
-    "GShard": (1024, 3.1, 288, 1.09, 0.201, 24.1, 4.8),
-    "Switch Transformer": (1024, 27, 245, 1.10, 0.403, 179, 72.2),
-    "GPT-3": (10000, 14.8, 330, 1.10, 0.429, 1287, 552.1),
-}
-
-
-@pytest.mark.parametrize("name", SITE_TRAINED)
-def test_site_energy_and_carbon_are_pattersons(name):
-    """Within 1%: days are published with two or three digits. GPT-3's days follow from its FLOPs
-    and the measured rate (3.14e23 at 24.6 TFLOP/s)."""
-    chips, days, watts, pue, carbon, mwh, tonnes = SITE_TRAINED[name]
-    got = datacenter.energy_mwh(chips, days * 24, watts, pue)
-    assert got == pytest.approx(mwh, rel=0.01)
-    assert datacenter.co2_tonnes(got, carbon) == pytest.approx(tonnes, rel=0.012)
-    if name == "GPT-3":
-        assert (datacenter.PUE, datacenter.CARBON) == (pue, carbon)
-        assert 3.14e23 / 24.6e12 / chips / 86400 == pytest.approx(days, abs=0.05)
-
-
 def site_predictions():
     """(what, predicted, published, the bounds of their ratio): misses have bounds away from 1."""
     D, N, hours = datacenter, network_topology, datacenter.mtbf_hours
     link = lambda years: 1000 / (years * 365)  # failures per 1000 link-days
+    # Patterson et al., arXiv:2104.10350, table 4: chips, days, measured watts of a chip and its
+    # share of the server, PUE, kg of CO2e per kWh (gross). Days have two or three digits
+    for name, *run, carbon, mwh, tonnes in (
+        ("Evolved Transformer NAS", 200, 6.8, 208, 1.10, 0.431, 7.5, 3.2),
+        ("T5", 512, 20, 310, 1.12, 0.545, 85.7, 46.7),
+        ("Meena", 1024, 30, 289, 1.09, 0.415, 232, 96.4),
+        ("GShard", 1024, 3.1, 288, 1.09, 0.201, 24.1, 4.8),
+        ("Switch Transformer", 1024, 27, 245, 1.10, 0.403, 179, 72.2),
+        ("GPT-3", 10000, 3.14e23 / 24.6e12 / 10000 / 86400, 330, D.PUE, D.CARBON, 1287, 552.1),
+    ):
+        chips, days, *more = run
+        got = D.energy_mwh(chips, days * 24, *more)
+        yield f"MWh, {name}", got, mwh, (0.99, 1.01)
+        yield f"t of CO2e, {name}", D.co2_tonnes(got, carbon), tonnes, (0.988, 1.012)
     # Kokolis et al., arXiv:2410.21680: projections at RSC-1's 6.50 failures per 1000 node-days, and
     # what jobs of 1024 GPUs had, which fail for other reasons too
     yield "hours to failure, 16,384 GPUs", hours(16384, 6.50), 1.8, (0.99, 1.01)
@@ -30238,8 +30105,11 @@ def site_predictions():
     yield "us, Alps, apart", wait, 5.56, (0.88, 0.92)
     yield "us, Leonardo, one switch", wait, 2.03, (2.4, 2.5)
     yield "us, Leonardo, apart", wait, 4.23, (1.15, 1.2)
-    # Llama 3 405B (arXiv:2407.21783, 3.3.4): more than 90% of the time was training
+    # Llama 3 405B (arXiv:2407.21783, 3.3.4 and table 5): 419 interruptions are 3.79 failures per
+    # 1000 node-days; more than 90% of the time was training
     hours = D.GPU_HOURS_TO_FAILURE / 16384
+    yield "interruptions", sum(D.INTERRUPTIONS.values()), 419, (1, 1)
+    yield "per 1000 node-days", 24 * 1000 * 8 / D.GPU_HOURS_TO_FAILURE, 3.79, (0.999, 1.001)
     shape = cost_model.SHAPES["llama3-405b"]
     saved = D.checkpointing(shape, 16384, 3600 * hours, D.STORAGE_BANDWIDTH)
     yield "effective training time", saved["goodput"], 0.9, (1, 1.05)
@@ -30249,19 +30119,6 @@ def site_predictions():
 def test_site_predictions_beside_published_numbers(case):
     what, predicted, published, (least, most) = case
     assert least <= predicted / published <= most, (what, predicted, published)
-
-
-def test_site_failures_by_component():
-    """Llama 3 (arXiv:2407.21783, table 5): 419 interruptions, 148 of faulty GPUs and 72 of
-    HBM3. The components' rates sum to the job's; 3.79 failures per 1000 node-days."""
-    counts = datacenter.INTERRUPTIONS
-    assert sum(counts.values()) == 419 and (counts["GPU"], counts["HBM"]) == (148, 72)
-    parts = datacenter.component_mtbf_hours(3.09)
-    assert 1 / sum(1 / hours for hours in parts.values()) == pytest.approx(3.09)
-    assert parts["SSD"] / parts["GPU"] == pytest.approx(148 / 3)
-    rate = 24 * 1000 * 8 / datacenter.GPU_HOURS_TO_FAILURE
-    assert rate == pytest.approx(3.79, abs=0.005)
-    assert datacenter.mtbf_hours(16384, rate) == pytest.approx(3.09, abs=0.005)
 
 
 def test_site_networks_have_the_published_counts():
@@ -30320,9 +30177,9 @@ def test_site_hpn_has_the_published_sizes():
 
 def test_site_scaling_laws_beside_published_tables():
     """Chinchilla (arXiv:2203.15556), table 3: FLOPs -> parameters and tokens by approach 1, within
-    5 and 8% (tokens have two digits); approach 3 with its rounded constants gives half the
-    parameters at Gopher's budget. Kaplan (arXiv:2001.08361, 1.2): twice the parameters multiply the
-    loss by 2^-0.076 = 0.95."""
+    5 and 8% (tokens have two digits); approach 3, the least loss on a grid of sizes, with its
+    rounded constants gives half the parameters at Gopher's budget. Kaplan (arXiv:2001.08361, 1.2):
+    twice the parameters multiply the loss by 2^-0.076 = 0.95."""
     ratios = []
     for flops, size, tokens in (
         (1.92e19, 400e6, 8.0e9), (1.21e20, 1e9, 20.2e9), (1.23e22, 10e9, 205.1e9),
@@ -30333,6 +30190,9 @@ def test_site_scaling_laws_beside_published_tables():
         got = laws["chinchilla 1"]
         assert got["parameters"] == pytest.approx(size, rel=0.05)
         assert got["tokens"] == pytest.approx(tokens, rel=0.08)
+        loss = lambda n: scaling_laws.chinchilla_loss(n, flops / 6 / n)
+        best = min((size * 1.001**i for i in range(-2000, 500)), key=loss)
+        assert laws["chinchilla 3"]["parameters"] == pytest.approx(best, rel=2e-3)
         ratios.append(laws["chinchilla 3"]["parameters"] / size)
     assert ratios == sorted(ratios, reverse=True)
     assert (ratios[0], ratios[3], ratios[-1]) == pytest.approx((0.77, 0.48, 0.30), abs=0.03)
@@ -30409,36 +30269,28 @@ def test_site_networks_equal_their_graphs(radix, tiers, domain):
 
 
 @pytest.mark.parametrize("radix, nodes, domain", [(4, 8, 2), (8, 8, 4), (4, 16, 4)])
-def test_site_rail_only_equals_a_graph_per_rail(radix, nodes, domain):
-    """A Clos network per rail: counts, and the way over NVLink to the rail of the other GPU."""
-    net, N = network_topology.rail_only(nodes * domain, radix, domain), network_topology
-    tiers = N.clos_tiers(nodes, radix)
-    links = site_clos_graph([node * domain for node in range(nodes)], radix, tiers)
-    assert nodes == 2 * (radix // 2) ** tiers or tiers == 1
-    switches = {end for link in links for end in link if not isinstance(end, int)}
-    assert net.switches == domain * len(switches) and net.transceivers == 2 * domain * len(links)
-    for a, b in itertools.product(range(domain), range(nodes * domain)):
-        if b >= domain:
-            steps = site_switches_between(links, 0)[b // domain * domain]
-            assert net.path(a, b) == (int(a % domain != b % domain), steps)
+def test_site_rail_only_is_a_clos_network_per_rail(radix, nodes, domain):
+    """Counts, and the way between two nodes, over NVLink first to the rail of the other GPU."""
+    net = network_topology.rail_only(nodes * domain, radix, domain)
+    one = network_topology.clos(nodes, radix, 1)
+    assert net.switches == domain * one.switches and net.tiers == one.tiers
+    assert net.transceivers == domain * one.transceivers
+    for a, b in itertools.product(range(domain), range(domain, nodes * domain)):
+        switches = one.path(0, b // domain).switches
+        assert net.path(a, b) == (int(a % domain != b % domain), switches)
 
 
 def test_site_rails_of_few_domains_share_leaves():
-    """Rail-optimized networks of any size have ports for all leaves, little more than Clos's
-    switches, and one switch between GPUs of a leaf; one domain, or less, is a network too."""
+    """One switch between GPUs of a leaf that several rails share; a network of many rails has ports
+    for all leaves; one domain, or less, is a network too."""
     N = network_topology
-    for radix, nodes, domain in itertools.product((4, 8, 64), (1, 2, 3, 9, 28, 33), (1, 2, 8, 72)):
-        gpus, half = nodes * domain, radix // 2
-        full, net = N.clos(gpus, radix, domain), N.rail_optimized(gpus, radix, domain)
-        assert net.switches >= full.switches and net.tiers >= full.tiers
-        if net.tiers == 2:
-            leaves = 2 * net.switches // 3
-            assert leaves <= radix and leaves * half >= gpus
-        if nodes <= half:
-            assert net.switches <= 2 * full.switches + 2
     net = N.rail_optimized(144, 64, 72)  # 16 of 72 rails of two domains to a leaf
     assert (net.switches, net.tiers) == (5 + 3, 2)
     assert [net.path(0, b) for b in (71, 72, 87, 88)] == [(1, 0), (0, 1), (0, 1), (1, 1)]
+    for radix, nodes, domain in itertools.product((4, 8, 64), (1, 2, 3, 9, 28, 33), (1, 2, 8, 72)):
+        net = N.rail_optimized(nodes * domain, radix, domain)
+        leaves = 2 * net.switches // 3  # of two tiers
+        assert net.tiers != 2 or nodes * domain <= leaves * radix // 2 <= radix * radix // 2
     for gpus in (1, 4, 8):
         rows = N.compare(PLANNER_H100, gpus, 64, (0, gpus - 1))
         assert all(row["crossed"] == 0 for row in rows)
@@ -30490,19 +30342,10 @@ def test_site_row_risk_by_enumeration(row, prompt, capped):
         assert datacenter.servers_per_row(size, 0.05, 0.0, capped) == int(size / high + 1e-9)
 
 
-@pytest.mark.parametrize("flops", [1e18, 5.76e23, 1e27])
-def test_site_chinchilla_minimum_by_search(flops):
-    """The closed form is the minimum of the loss over a grid of sizes at the same FLOPs."""
-    loss = lambda n: scaling_laws.chinchilla_loss(n, flops / 6 / n)
-    sizes = [1e6 * 1.001**i for i in range(16000)]
-    best = min(sizes, key=loss)
-    assert scaling_laws.chinchilla_parameters(flops) == pytest.approx(best, rel=2e-3)
-
-
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_site_cells_by_brute_force(seed):
     """Jobs, each with random rates of cells on a mixed cluster: the best sum over all choices."""
-    rng, Cell = random.Random(seed), mixed_cluster.Cell
+    rng = random.Random(seed)
     cluster = {"h100": rng.choice((2, 4, 6)), "b200": rng.choice((1, 2, 4))}
     options = mixed_cluster.cells(cluster, layers=2)
     assert max(cell.gpus for cell in options if cell.device == "b200") == cluster["b200"]
@@ -30539,76 +30382,14 @@ def test_site_cell_estimate_is_below_its_tuned_plan():
     assert mixed_cluster.estimate_cell(cost_model.SHAPES["llama3-405b"], small, 8192, 64) == 0
 
 
-# ---- the site: bad flags, the program ----
-
-for site_text, site_words in {
-    "--device v100": "--device v100.* h100",
-    "--model llama9": "--model llama9",
-    "--gpus 12": "--gpus 12.* nodes of 8",
-    "--days 0": "--days '0'.* 0.01 to",
-    "--pue 0.9": "--pue '0.9'.* from 1 to 5",
-    "--pue nan": "--pue 'nan'",
-    "--carbon -1": "--carbon '-1'",
-    "--energy-price x": "--energy-price 'x'",
-    "--watts 0": "--watts '0'",
-    "--failure-rate 0": "--failure-rate '0'",
-    "--radix 63": "--radix 63.* even",
-    "--radix 2": "--radix 2 ",
-    "--pair 0": "--pair '0'.* 0,9",
-    "--pair ²,1": "--pair '²,1'.* 0,9",
-    "--pair=": "--pair ''",
-    "--budget=": "--budget ''",
-    "--watts=": "--watts ''",
-    "--failure-rate=": "--failure-rate ''",
-    "--mix= --jobs llama3-8b": "--mix and --jobs",
-    "--seq 4k": "--seq requires --mix",
-    "--mix h100=8 --jobs llama3-8b --days 3": "--days cannot be combined with --mix",
-    "--mix h100=8 --jobs llama3-8b --gpus 64": "--gpus cannot be combined with --mix",
-    "--pair 0,8": "--pair 0,8.* 0 to 7",
-    "--budget 5": "--budget '5'",
-    "--row 501": "--row 501",
-    "--prompt-share 2": "--prompt-share '2'",
-    "--risk 1": "--risk '1'",
-    "--mix h100=8": "--mix and --jobs",
-    "--jobs llama3-8b": "--mix and --jobs",
-    "--jobs llama3-8b --mix h100": "--mix 'h100'.* h100=16",
-    "--jobs llama3-8b --mix h100=8,h100=8": "--mix 'h100=8,h100=8'",
-    "--jobs llama3-8b --mix v100=8": "--mix: v100 is unknown.* a100",
-    "--jobs llama9 --mix h100=8": "llama9 is no file",
-    "--jobs llama3-8b --mix h100=8 --batch 100k": "--batch 102400.*--seq 8192",
-}.items():
-    site_call = lambda text: datacenter.report(planner.parse_args(["--site", *text.split()]))
-    REFUSED[f"planner: --site {site_text}"] = partial(site_call, site_text), site_words
+# ---- the site: the program ----
 
 
-def test_planner_flags_of_topics_go_with_their_topic(monkeypatch):
-    """A topic's flag without the topic, or two topics, is one line."""
-    twin = SimpleNamespace(
-        add_flags=lambda parser: parser.add_argument("--twin", action="store_true"), report=str
-    )
-    monkeypatch.setattr(planner, "TOPICS", planner.TOPICS | {"twin": twin})
-    for line, words in {
-        "--energy-price 1": "planner.py: --energy-price requires --site",
-        "--twin --pue 2": "planner.py: --pue requires --site",
-        "--site --twin": "planner.py: --site cannot be combined with --twin",
-        "--site --tp 2": "planner.py: --tp cannot be combined with --site",
-        "--persist 8 --gpus 64": "planner.py: --gpus cannot be combined with --persist",
-        "--persist 8 --gpus 8": "planner.py: --gpus cannot be combined with --persist",
-        "--failures 1": "planner.py: --failures requires --search",
-        "--persist 8 --stages 2": "planner.py: --stages requires --kernel",
-        "--einsum ij->i --sizes i=8": "planner.py: --sizes lacks index j of --einsum; add j=SIZE",
-        "--kernel=": "planner.py: --kernel must be three numbers such as 4096,4096,64, not ''",
-    }.items():
-        with pytest.raises(SystemExit) as caught:
-            planner.main(line.split())
-        assert str(caught.value) == words
-
-
-def test_site_program_prints_what_it_computes(capsys):
-    """The report and --json of a site: its energy is an upper bound unless --watts is given."""
-    line = "--site --gpus 4096 --days 10 --model llama3-70b --pair 0,4095".split()
-    planner.main([*line, "--json"])
-    got = json.loads(capsys.readouterr().out)
+def test_site_program_prints_what_it_computes():
+    """The report and --json of a site: its energy is an upper bound unless --watts is given. The
+    failure rates of the components add up."""
+    line = "--site --gpus 4096 --days 10 --model llama3-70b --pair 0,4095"
+    got = planner_json(line)
     power = datacenter.site_megawatts(4096, 1275, 1.1)
     assert got["energy"]["site"] == power["site"] == pytest.approx(4096 * 1275 * 1.1 * 1.1 / 1e6)
     assert got["energy"]["mwh"] == pytest.approx(power["site"] * 240)
@@ -30616,11 +30397,12 @@ def test_site_program_prints_what_it_computes(capsys):
     assert got["energy"]["cost"] == pytest.approx(got["energy"]["mwh"] * 78)
     hours = datacenter.GPU_HOURS_TO_FAILURE / 4096
     assert got["failures"]["mtbf_hours"] == pytest.approx(hours)
+    assert 1 / sum(1 / h for h in got["components"].values()) == pytest.approx(hours)
+    assert got["components"]["SSD"] / got["components"]["GPU"] == pytest.approx(148 / 3)
     assert got["failures"]["checkpoint_bytes"] == 12 * 70_553_706_496
     budget = 4096 * 864000 * 989e12 * 0.4
     assert got["laws"]["this model"]["tokens"] == pytest.approx(budget / 6 / 70_553_706_496)
-    planner.main(line)
-    out = capsys.readouterr().out
+    out = planner_run(line)
     energy, row = got["energy"], got["row"]
     for text in (
         f"at most {energy['mwh']:,.0f} MWh, {energy['tonnes']:,.0f} t of CO2e, "
@@ -30635,27 +30417,24 @@ def test_site_program_prints_what_it_computes(capsys):
         row = f"{name} {tiers} {switches:,} {ends:,} {cost / 1e6:.2f} nvlink {nvlink} + {crossed}"
         assert f"{row} {pair:.1f} {every:.1f}" in " ".join(out.split())
     assert [net["name"] for net in got["network"]] == ["clos", "rail-optimized", "rail-only", "hpn"]
-    planner.main([*line, "--watts", "900", "--failure-rate", "6.5", "--budget", "5.76e23"])
-    out = capsys.readouterr().out
+    out = planner_run(f"{line} --watts 900 --failure-rate 6.5 --budget 5.76e23")
     assert "at most" not in out and f"{energy['mwh'] * 900 / 1275:,.0f} MWh" in out
     assert f"failures {datacenter.mtbf_hours(4096, 6.5):.2f} h" in out and "5.76e+23 FLOPs" in out
 
 
-def test_site_program_places_jobs_on_a_mixed_cluster(capsys):
+def test_site_program_places_jobs_on_a_mixed_cluster():
     """Every job has a cell of its own, or waits; a job that fits nowhere waits."""
     line = "--site --mix h100=4,a100-80gb=2 --jobs llama3-8b,llama3.2-1b,llama3-405b --batch 1M"
-    planner.main([*line.split(), "--json"])
-    first, second, third = json.loads(capsys.readouterr().out)
+    first, second, third = planner_json(line)
     assert (first["device"], first["gpus"]) == ("h100", 4) and third == {"model": "llama3-405b"}
     assert (second["device"], second["gpus"]) == ("a100-80gb", 2)
-    planner.main(line.split())
-    out = capsys.readouterr().out.split("\n")
+    out = planner_run(line).split("\n")
     assert out[1].split()[:3] == ["llama3-8b", "4", "h100"] and first["plan"] in out[1]
     assert f"{second['tuned']:,.0f}" in out[2] and "no cell" in out[3]
 # ---- one kernel: waves, L2, orders of contraction, tiles, pins ----
 
 KERNEL_V100 = replace(PLANNER_H100, bf16=125e12, hbm=900e9)  # NVIDIA's guides: 138.9 FLOPs per byte
-KERNEL_A100, KERNEL_A100_L2 = cost_model.DEVICES["a100-40gb"], KM.PROCESSORS["a100-40gb"]
+KERNEL_A100 = cost_model.DEVICES["a100-40gb"]
 
 
 def test_planner_kernel_numbers_of_the_articles():
@@ -30678,8 +30457,8 @@ def test_planner_kernel_numbers_of_the_articles():
     assert 257 * 256 / KM.tile_efficiency(257, 256, 128, 128) == 6 * 128 * 128
     waves = []
     for n, tiles in ((1792, 98), (1793, 120)):
-        line = f"--kernel {n},{n},{n} --tile 256,128,32 --device a100-40gb --json"
-        got = json.loads(KM.report(planner.parse_args(line.split())))
+        line = f"--kernel {n},{n},{n} --tile 256,128,32 --device a100-40gb"
+        got = planner_json(line)
         assert (got["tiles"], got["slots"]) == (tiles, 108)
         assert got["tile_efficiency"] == n * n / (tiles * 256 * 128)
         waves.append(tiles / got["wave_efficiency"] / 108)
@@ -30730,7 +30509,7 @@ def test_planner_kernel_bandwidth_by_bytes_in_flight(name):
     assert statistics.geometric_mean(ratios) == pytest.approx(1, abs=0.06)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(16))
 def test_planner_kernel_occupancy_is_the_blocks_that_fit(seed):
     """Blocks are added to an SM until one of its resources is used up."""
     rng, p = random.Random(seed), KM.PROCESSORS["a100-40gb"]
@@ -30770,24 +30549,19 @@ def test_planner_kernel_tile_order_is_that_of_gemm(monkeypatch):
     assert [*KM.tile_order(2, 3, 1)] == [*itertools.product(range(2), range(3))]
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(12))
 def test_planner_kernel_misses_are_those_of_lru(seed):
-    """Misses by the definition, evicting the oldest block while the cache is too full; for blocks
-    of one size also by distance: as many other blocks since the last use as fit."""
+    """Misses by the definition, evicting the oldest block while the cache is too full."""
     rng = random.Random(seed)
     size = [rng.randint(1, 9) if seed % 2 else 4 for _ in range(12)]
     trace, capacity = [(b, size[b]) for b in rng.choices(range(12), k=150)], rng.randint(1, 50)
-    used, missed, far = {}, 0, 0
+    used, missed = {}, 0
     for now, (block, n) in enumerate(trace):
-        before = [b for b, _ in trace[:now]]
-        recent = before[::-1][: before[::-1].index(block)] if block in before else None
-        far += n * (recent is None or len(set(recent)) + 1 > capacity // 4)
         missed += n * (block not in used)
         used[block] = now
         while sum(size[b] for b in used) > capacity:
             del used[min(used, key=used.get)]
     assert KM.lru_misses(trace, capacity) == missed
-    assert seed % 2 or missed == far
 
 
 def test_planner_kernel_order_misses():
@@ -30844,7 +30618,7 @@ def einsum_orders(terms, out, sizes):
         yield from (flops + x for x in einsum_orders([*rest, new], out, sizes))
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(40))
 def test_planner_einsum_order_is_the_best_of_all(seed):
     """The order found has the fewest FLOPs of all and computes the einsum, as in_order does."""
     inputs, out, sizes = einsum_case(seed)
@@ -30867,8 +30641,8 @@ def test_planner_einsum_order_is_the_best_of_all(seed):
         assert total == least if find is EM.best_order else total >= least
 
 
-def test_planner_einsum_flops_are_those_of_numpy_and_torch():
-    """numpy.einsum_path's naive and optimized counts; FlopCounterMode of attention's matmuls."""
+def test_planner_einsum_flops_are_those_of_numpy():
+    """numpy.einsum_path's naive and optimized counts."""
     inputs, out, sizes = ("pi", "qj", "ijkl", "rk", "sl"), "pqrs", dict.fromkeys("pqrsijkl", 10)
     arrays = [np.zeros([sizes[j] for j in t]) for t in inputs]
     text = np.einsum_path(f"{','.join(inputs)}->{out}", *arrays, optimize="optimal")[1]
@@ -30876,13 +30650,6 @@ def test_planner_einsum_flops_are_those_of_numpy_and_torch():
     steps = EM.best_order(inputs, out, sizes)
     best = sum(EM.einsum_flops(s.operands, s.out, sizes) for s in steps)
     assert counts == pytest.approx([EM.einsum_flops(inputs, out, sizes), best], rel=1e-3)
-    from torch.utils.flop_counter import FlopCounterMode
-
-    q, k = torch.zeros(2, 3, 5, 8), torch.zeros(2, 3, 7, 8)
-    with FlopCounterMode(display=False) as counter:
-        torch.einsum("bhtd,bhsd->bhts", q, k)
-    flops = EM.einsum_flops(("bhtd", "bhsd"), "bhts", dict(b=2, h=3, t=5, s=7, d=8))
-    assert flops == counter.get_total_flops()
 
 
 # ---- tiles ----
@@ -30965,7 +30732,7 @@ def test_planner_einsum_best_tiles_by_traffic_are_the_best_of_all(text, monkeypa
 def test_planner_einsum_of_small_or_many_indices():
     """A QKV projection has tiles although none of its four indices is shared by all tensors; an
     index of 1 takes no more room than that; a copy has no FLOPs; equal steps are all reported."""
-    run = lambda text: json.loads(EM.report(planner.parse_args([*text.split(), "--json"])))
+    run = planner_json
     got = run("--einsum btc,chd->bthd --sizes b=1,t=4k,c=4k,h=32,d=128")["btc,chd->bthd"]
     same = run("--einsum tc,cn->tn --sizes t=4k,c=4k,n=4k")["tc,cn->tn"]
     assert got["tile"]["b"] == 1 and got["moved"] <= 1.3 * same["moved"]
@@ -30979,7 +30746,7 @@ def test_planner_einsum_of_small_or_many_indices():
 # ---- what stays in L2, remote data ----
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(16))
 def test_planner_l2_pins_are_the_best_of_all(seed):
     """Of every subset of tensors that fits at each step, the chosen one saves most."""
     rng = random.Random(seed)
@@ -31033,16 +30800,11 @@ def test_planner_kernel_chunks_of_remote_data(seed):
 # ---- the program ----
 
 
-def test_planner_kernel_program_prints_its_numbers(capsys):
+def test_planner_kernel_program_prints_its_numbers():
     """Each line of the three reports is of the numbers that --json gives."""
-    def run(line):
-        planner.main([*line, "--json"])
-        facts = json.loads(capsys.readouterr().out)
-        planner.main(line)
-        return facts, capsys.readouterr().out
-
+    run = lambda line: (planner_json(line), planner_run(line))
     line = "--kernel 4000,1k,2048 --tile 128,64,32 --stages 3 --warps 4 --measured 1e-3"
-    got, text = run(line.split())
+    got, text = run(line)
     assert got["compute"] == -(-512 // 132) * 2 * 128 * 64 * 2048 / (989e12 / 132)
     assert got["memory"] == (got["misses"] + 2 * 4000 * 1024) / 3.35e12
     steps = [0] * got["slots"]
@@ -31056,9 +30818,9 @@ def test_planner_kernel_program_prints_its_numbers(capsys):
         f"limited by {got['regime']}", f"{got['misses'] / 1e6:,.1f} MB from HBM", "16.8 TFLOP/s",
     ):  # fmt: skip
         assert words in text, words
-    line = ["--einsum", "bhtd,bhsd,bhsv->bhtv", "--sizes", "b=1,h=32,t=4k,s=4k,d=128,v=128"]
+    line = "--einsum bhtd,bhsd,bhsv->bhtv --sizes b=1,h=32,t=4k,s=4k,d=128,v=128"
     best, _ = run(line)
-    fused, text = run([*line, "--in-order"])
+    fused, text = run(f"{line} --in-order")
     # without a softmax K^T V comes first (linear attention); with it, fusing drops the T x S scores
     assert "bhsd,bhsv->bhdv" in best and best["bhsd,bhsv->bhdv"]["flops"] == 2 * 32 * 4096 * 128**2
     scores = 2 * 2 * 32 * 4096**2
@@ -31066,9 +30828,9 @@ def test_planner_kernel_program_prints_its_numbers(capsys):
     assert sum(one["bytes"] for one in parts) - fused["fused"]["bytes"] == scores
     fused = fused["fused"]
     assert fused["regime"] == "compute" and f"{fused['moved'] / 1e6:,.1f} MB" in text
-    got, _ = run("--kernel 64,64,64 --stages 1".split())  # the tiles of one step are in flight
+    got, _ = run("--kernel 64,64,64 --stages 1")  # the tiles of one step are in flight
     assert got["in_flight"] == 2 * (128 + 128) * 64 and got["regime"] == "overhead"
-    got, text = run("--persist 1024 --model llama3-8b".split())
+    got, text = run("--persist 1024 --model llama3-8b")
     assert "gate, up" not in got["pinned"] and len(got["pinned"]) == 7
     assert "58.7 MB, not pinned" in text
     C, QKV, F, T = 4096, 6144, 14336, 2 * 1024  # widths, bytes of a column
@@ -31077,35 +30839,6 @@ def test_planner_kernel_program_prints_its_numbers(capsys):
     assert got["weights"] == 2 * (8_030_261_248 - 128256 * 4096)  # without the embedding
 
 
-for planner_text, planner_words in {
-    "--kernel 4096,4096": "--kernel must be three numbers.*'4096,4096'",
-    "--kernel 4096,x,1": "'x' is not a number",
-    "--kernel 1k,1k,1k --tile 0,1,1": "'0' is not a number",
-    "--kernel 1k,1k,1k --tile 256,256,64": r"--tile 256,256,64 .*288 registers per thread of 255",
-    "--kernel 1k,1k,1k --tile 128,128,64 --stages 8": "262,144 bytes of 232,448",
-    "--kernel 1k,1k,1k --warps 33": "1,056 threads of 1,024",
-    "--kernel 1k,1k,1k --stages 0 --json": "--stages must be positive, not 0",
-    "--kernel 1k,1k,1k --group-m -1": "--group-m must be positive, not -1",
-    "--kernel 1k,1k,1k --measured 0": "--measured must be positive, not 0",
-    "--kernel 1k,1k,1k --device gb200-nvl72": "--device gb200-nvl72.* h100",
-    "--einsum ij,jk --sizes i=1": "'ij,jk' is not of the form",
-    "--einsum ii->i --sizes i=1": "index i stands twice in ii",
-    "--einsum i->j --sizes i=1,j=2": "no operand has index j",
-    "--einsum ij->i --sizes i=1": "--sizes lacks index j .*j=SIZE",
-    "--einsum ij->i --sizes i=1,j": "--sizes 'j' is not of the form",
-    "--einsum ij->i --sizes i=1,j=q": "'q' is not a number",
-    "--einsum ij->i --sizes i=1,j=2,i=3": "--sizes gives index i twice",
-    "--einsum ij->i --sizes i=1,j=2,k=3": "--sizes: --einsum has no index k",
-    "--einsum ij->i --sizes i=1,j=2 --stages 0": "--stages must be positive, not 0",
-    "--einsum ab,cd->a --sizes a=9e14,b=9e14,c=9e14,d=9e14": "more than 1e40 iterations",
-    "--einsum a,a,a,a,a,a,a,a,a,a,a->a --sizes a=2": "11 operands; at most 10",
-    "--einsum abc,defg->abcdefg --sizes a=2,b=2,c=2,d=2,e=2,f=2,g=2": "7 indices to tile",
-    "--persist 0": "'0' is not a number",
-    "--persist 8 --model mixtral-8x7b": "--persist requires a dense",
-}.items():
-    planner_call = lambda text, flag: planner.TOPICS[flag].report(planner.parse_args(text.split()))
-    planner_call = partial(planner_call, planner_text, planner_text[2:].split()[0])
-    REFUSED[f"planner: {planner_text[:70]}"] = planner_call, planner_words
 # ---- serving: the articles' numbers, published tables, brute force ----
 
 # Chen, "Transformer Inference Arithmetic" (kipp.ly, 2022): 52B is 64 layers of 8192, 13B 40 of
@@ -31149,8 +30882,7 @@ def test_planner_serving_equals_transformer_inference_arithmetic():
 def test_planner_serving_equals_how_to_scale_your_model():
     """Austin et al., part 7: critical batches of TPU v5e (part 4: of experts); LLaMA 2-13B on
     eight, 8192 keys, by bandwidth alone; a 30B model in int8 on sixteen, 2.5 and 21 ms. Part 8: 160
-    KiB of int8 KV a token of 70B, and 43 caches of 8192 tokens beside it in bf16 on sixteen chips.
-    """
+    KiB of int8 KV a token of 70B."""
     got = [SCOST.critical_batch(SERVING_TPU, dtype) for dtype in ("bf16", "int8", "int4", "fp8")]
     assert got == pytest.approx([240, 120, 60, 240], rel=0.01)
     deepseek = cost_model.SHAPES["deepseek-v3"]
@@ -31165,10 +30897,7 @@ def test_planner_serving_equals_how_to_scale_your_model():
     for batch, ms in ((4, 2.5), (256, 21)):
         got = SCOST.step(shape, SERVING_TPU, layout, SCOST.decode_work(batch, 8192))
         assert 1e3 * (got.total - got.overhead) == pytest.approx(ms, rel=0.06), batch
-    shape, memory = cost_model.SHAPES["llama3-70b"], 16e9 / cost_model.MEMORY_FRACTION
-    assert SCOST.kv_bytes_per_token(shape, "int8") == 160 * 1024
-    got = SCOST.capacity(shape, replace(SERVING_TPU, memory=memory), SCOST.Layout(tp=8, pp=2))
-    assert got // 8192 in (42, 43)
+    assert SCOST.kv_bytes_per_token(cost_model.SHAPES["llama3-70b"], "int8") == 160 * 1024
 
 
 def test_planner_serving_rules_of_thumb():
@@ -31344,7 +31073,7 @@ def serving_config(shape):
 
 def test_planner_serving_step_by_hand():
     """One operator at a time: max(FLOPs, bytes) and launches; collectives over two nodes; the
-    regime; where compute and bandwidth cross is the critical batch."""
+    regime."""
     shape = cost_model.Shape(2, 1024, 8, 4, 128, 4096, 8192)
     device = cost_model.Device(1e12, 2e12, 1e10, 1e10, 1e9, 0, 4, 1e8, alpha=(1e-6, 3e-6))
     layout, work = SCOST.Layout(tp=2, pp=4, kv="fp8"), SCOST.decode_work(8, 100)
@@ -31390,10 +31119,6 @@ def test_planner_serving_step_by_hand():
     ):
         work = SCOST.decode_work(n, 32)
         assert SCOST.step(dense, SCOST.achieved(h100), layout, work).regime == regime
-    for dtype in ("bf16", "int8", "fp8"):
-        batch = SCOST.critical_batch(h100, dtype)
-        op = SCOST.matmuls(dense, SCOST.Layout(weights=dtype), SCOST.decode_work(batch, 0))[1]
-        assert op.intensity / SCOST.ridge(h100, dtype) == pytest.approx(1, rel=0.1)  # activations
 
 
 SERVING_MOE = replace(PLANNER_TINY, experts=4, experts_per_token=2, expert_ffn=256)
@@ -31455,12 +31180,12 @@ def test_planner_serving_equals_exhaustive_search(shape, strict):
         assert pools.tokens_per_second == pytest.approx(100 * best)
 
 
-def test_planner_serving_program(capsys):
+def test_planner_serving_program():
     """The issue's command: its table, operators and pools are rank_layouts' and disaggregate's, and
     so is --json; given degrees are kept; a price is per million output tokens."""
     asked = SPLAN.Requests(2000, 500)
-    planner.main("--serve --prompt 2000 --output 500 --batch auto --gpu-hour 3".split())
-    head, rows, best, pools = capsys.readouterr().out.split("\n\n")
+    out = planner_run("--serve --prompt 2000 --output 500 --batch auto --gpu-hour 3")
+    head, rows, best, pools = out.split("\n\n")
     found = SPLAN.rank_layouts(PLANNER_8B, PLANNER_H100, 8, asked)
     for text in ("131,072 bytes", "critical batch 295", f"{len(found)} layouts", "h200 206"):
         assert text in head
@@ -31475,8 +31200,7 @@ def test_planner_serving_program(capsys):
     assert f"{two.prefill.replicas} prefill of {two.prefill.layout}" in pools
     assert f"\n{two.tokens_per_second:,.0f} tok/s" in pools
     line = "--serve --model qwen3-30b-a3b --gpus 16 --device h200 --ep 4 --batch 64 --slo 2:0.05"
-    planner.main([*line.split(), "--quantize=fp8", "--kv-cache-dtype=fp8", "--json"])
-    got = json.loads(capsys.readouterr().out)
+    got = planner_json(f"{line} --quantize fp8 --kv-cache-dtype fp8")
     assert {(one["layout"]["ep"], one["batch"]) for one in got["layouts"]} == {(4, 64)}
     assert all(one["tpot"] <= 0.05 and one["layout"]["kv"] == "fp8" for one in got["layouts"])
     assert got["kv_bytes_per_token"] == 2 * 48 * 4 * 128 and got["pools"]["ttft"] <= 2
@@ -31498,54 +31222,13 @@ def test_planner_serving_of_few_sequences():
     assert SPLAN.predict(SERVING_MOE, device, layout, asked).batch == 2
 
 
-def test_planner_serving_where_only_pools_meet_the_slo(capsys):
+def test_planner_serving_where_only_pools_meet_the_slo():
     """Short outputs of long prompts: no colocated step is that short, and pools are printed."""
     line = "--serve --slo 0.3:0.0077 --prompt 8000 --output 10"
-    planner.main(line.split())
-    *_, reason, pools = capsys.readouterr().out.split("\n\n")
+    *_, reason, pools = planner_run(line).split("\n\n")
     assert reason.startswith("colocated: no layout meets --slo") and " tok/s, " in pools
-    planner.main([*line.split(), "--json"])
-    got = json.loads(capsys.readouterr().out)
+    got = planner_json(line)
     assert got["layouts"] == [] and got["pools"]["decode"]["tpot"] < 0.0077
-
-
-def planner_report(text):
-    args = planner.parse_args(text.split())
-    planner.check_flags(args, ["serve"])
-    return SPLAN.report(args)
-
-
-for planner_text, planner_words in {
-    "--device v100": "--device v100.* h100",
-    "--model llama9": "--model llama9",
-    "--prompt x": "'x'",
-    "--output 0": "'0'",
-    "--batch -3": "'-3'",
-    "--tp 0": "--tp must be positive, not 0",
-    "--tp 3": "--gpus 8 is not divisible by a replica's 3",
-    "--gpus 12": "--gpus 12 is not divisible by nodes of 8; use 8",
-    "--tp 16 --gpus 16": "--tp 16.* 8 GPUs of a node",
-    "--model llama3.2-1b --tp 6 --gpus 6": "--tp 6 cannot shard 32 heads",
-    "--pp 64 --gpus 64": "--pp 64.* 32 layers",
-    "--ep 2": "--ep 2 requires experts",
-    "--ep 3 --gpus 6 --model mixtral-8x7b": "--ep 3 does not divide the model's 8 experts",
-    "--output 1": "--output must be 2 or more, not 1",
-    "--slo 0.001:1": "the shortest time to the first token of any is 0.0",
-    "--seq 4096": "--seq cannot be combined with --serve",
-    "--zero 0": "--zero cannot be combined with --serve",
-    "--storage 1M": "--storage cannot be combined with --serve",
-    "--zero 1": "--zero.*cannot be combined with --serve",
-    "--fp8": "--fp8.*cannot be combined with --serve",
-    "--quantize fp8 --device a100-80gb": "--quantize fp8.*a100-80gb",
-    "--slo 1": "--slo must be A:B.*'1'",
-    "--slo 1:x": "--slo must be a positive number, not 'x'",
-    "--slo 1:0.000001": "--slo 1:1e-06: the shortest.*per token 0.00",
-    "--gpu-hour -1": "--gpu-hour must be a positive number",
-    "--model llama3-405b": "batch of 1 with 2500 tokens.*: beside 101.* --quantize",
-    "--batch 10M": "batch of 10000000 .* caches .* tokens .* lower --batch",
-}.items():
-    planner_call = lambda text: planner_report("--serve " + text)
-    REFUSED[f"planner --serve {planner_text}"] = partial(planner_call, planner_text), planner_words
 
 
 # --------------------------------------------------------------------------------------------------
@@ -31565,7 +31248,7 @@ def search_max_flow(arcs, source, sink):
     return maximum_flow(graph, at[source], at[sink]).flow_value
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_solvers_max_flow(seed):
     """The flow has scipy's value and keeps capacities and nodes; the cut's arcs cost as much."""
     rng = random.Random(seed)
@@ -31805,8 +31488,8 @@ def set_partitions(items):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_pipeline_search_dynapipe_equals_all_partitions(seed):
-    """The time of the micro-batches is the least of all partitions of 7 documents, consecutive in
-    length or not, whose padded tokens fit."""
+    """The time of the micro-batches, of which the slowest is first, is the least of all partitions
+    of 7 documents, consecutive in length or not, whose padded tokens fit."""
     rng = random.Random(seed)
     lengths, cap = [rng.randint(1, 12) for _ in range(7)], rng.randint(13, 40)
     stages, replicas, overhead = rng.choice([1, 2, 4, 8]), rng.choice([1, 2]), rng.uniform(0, 9)
@@ -31820,26 +31503,10 @@ def test_pipeline_search_dynapipe_equals_all_partitions(seed):
     time, found = pipeline_search.micro_batches(lengths, seconds, fits, stages, replicas)
     sizes = [(len(group), max(lengths[i] for i in group)) for group in found]
     times = [seconds(*size) for size in sizes]
-    assert sorted(itertools.chain(*found)) == list(range(7)) and all(fits(*size) for size in sizes)
+    assert times == sorted(times, reverse=True) and all(fits(*size) for size in sizes)
+    assert sorted(itertools.chain(*found)) == list(range(7))
     assert sum(times) / replicas + (stages - 1) * max(times) == pytest.approx(time)
     assert time == pytest.approx(best)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_pipeline_search_dynapipe_time_bounds_the_schedule_s(seed):
-    """1F1B takes sum(t) + (stages - 1) max(t) if all t are equal. In the order that micro_batches
-    gives, the slowest first, it takes at most that and at least 0.85 of it."""
-    rng = random.Random(seed)
-    lengths, stages = [rng.randint(1, 60) for _ in range(20)], rng.randint(1, 5)
-    seconds, fits = lambda n, length: 3 + n * length, lambda n, length: n * length <= 80
-    total, found = pipeline_search.micro_batches(lengths, seconds, fits, stages)
-    times = [seconds(len(group), max(lengths[i] for i in group)) for group in found]
-    for some, expected in (times, total), ([7.0] * 6, (6 + stages - 1) * 7.0):
-        of = lambda a: some[a.microbatch] * (1 if a.kind == "F" else 2) / 3
-        schedule = SC.make_schedule("1f1b", stages, len(some))
-        made = SC.simulate(schedule, pipeline_search.ActionCosts(of=of)).makespan
-        assert 0.85 * expected <= made <= expected * (1 + 1e-9)
-    assert made == pytest.approx(expected)
 
 
 # ---- Perseus ----
@@ -31848,22 +31515,13 @@ def test_pipeline_search_dynapipe_time_bounds_the_schedule_s(seed):
 def perseus_passes(stages, micros):
     """[(kind, stage, microbatch)] of 1F1B in an order in which each follows those it needs, and for
     each the indices of these."""
-    ranks = []
-    for s in range(stages):
-        warm = min(stages - s, micros)
-        row = [("F", s, i) for i in range(warm)]
-        for i in range(micros):
-            row += [("B", s, i)] + ([("F", s, i + warm)] if i + warm < micros else [])
-        ranks.append(row)
-    needs = {}
-    for row in ranks:
-        for before, (kind, s, i) in zip([None, *row], row):
-            other = ("F", s - 1, i) if kind == "F" else ("B", s + 1, i)
-            needs[kind, s, i] = {before, other} & {x for row in ranks for x in row}
-    order = []
-    while len(order) < len(needs):
-        order += [x for x in needs if x not in order and needs[x] <= {*order}]
-    return order, [[order.index(x) for x in needs[one]] for one in order]
+    s, needs = SC.make_schedule("1f1b", stages, micros), {}
+    for row in s.actions:
+        for before, a in zip([None, *row], row):
+            needs[a[:3]] = sched_dependencies(s, a) | ({before[:3]} if before else set())
+    order = [*TopologicalSorter(needs).static_order()]
+    names = [(kind, stage, i) for kind, i, stage in order]
+    return names, [[order.index(x) for x in needs[one]] for one in order]
 
 
 def perseus_time(needs, durations):
@@ -31909,37 +31567,6 @@ def test_perseus_equals_all_plans(seed, stages, micros, most):
         assert point.joules == pytest.approx(energy[times <= point.time].min())
 
 
-@pytest.mark.parametrize("seed, stages, micros", [(0, 3, 4), (1, 4, 5)])
-def test_perseus_equals_the_linear_program(seed, stages, micros):
-    """In larger pipelines, where some passes slow down while the whole gets faster: the energies of
-    the linear program over starts, durations and energies of all passes."""
-    from scipy.optimize import linprog
-
-    curves = perseus_curves(random.Random(seed), stages, 4)
-    order, needs = perseus_passes(stages, micros)
-    own, n, rows, limits = [curves[kind, s] for kind, s, _ in order], len(order), [], []
-
-    def at_most(limit, *terms):
-        rows.append(np.zeros(3 * n))
-        rows[-1][[i for i, _ in terms]] = [c for _, c in terms]
-        limits.append(limit)
-
-    for i, curve in enumerate(own):
-        at_most(INF, (i, 1), (n + i, 1))  # the iteration's end, set below
-        for j in needs[i]:
-            at_most(0, (j, 1), (n + j, 1), (i, -1))
-        for (t0, e0), (t1, e1) in itertools.pairwise(curve.items()):
-            slope = (e1 - e0) / (t1 - t0)
-            at_most(slope * t0 - e0, (n + i, slope), (2 * n + i, -1))
-    bounds = [(0, None)] * n + [(min(c), max(c)) for c in own] + [(None, None)] * n
-    schedule = SC.make_schedule("1f1b", stages, micros)
-    points = [*perseus.energy_frontier(schedule, lambda a: curves[a.kind, a.chunk])]
-    for point in points[::6]:
-        most = [point.time if limit == INF else limit for limit in limits]
-        best = linprog([0] * 2 * n + [1] * n, A_ub=np.array(rows), b_ub=most, bounds=bounds)
-        assert point.joules == pytest.approx(best.fun)
-
-
 def test_perseus_energy_curve():
     """At each time, the least energy of mixing two options, down to the least energy of all; exact
     for convex options, and options above the mix of others are not used."""
@@ -31964,23 +31591,22 @@ def test_perseus_energy_curve():
 # ---- the program ----
 
 
-def search_output(capsys, name, **problem):
-    planner.main(["--search", *name.split(), "--problem", json.dumps(problem)])
-    return capsys.readouterr().out.splitlines()
+def search_output(name, **problem):
+    return planner_run(f"--search {name} --problem", json.dumps(problem)).splitlines()
 
 
-def test_helix_program(capsys):
+def test_helix_program():
     """llama3.2-1b's 16 layers in 2 groups: node a has the first at 100 tokens/s, b and c have the
     second at 50 each, over links that carry 70 (2 x 2048 bytes per token, 80% of the network). If
     they carry 30, a has all layers, and b and c the other pipeline."""
     nodes = {"a": [100, 45], "b": [50], "c": [50]}
     name, more = "helix --model llama3.2-1b", dict(group=8, requests=10)
-    out = search_output(capsys, name, nodes=nodes, network=70 * 4096 / 0.8, **more)
+    out = search_output(name, nodes=nodes, network=70 * 4096 / 0.8, **more)
     assert out[0] == "llama3.2-1b: 100 tokens/s, 100.0% of the upper bound"
     counts = [Counter(line.split()) for line in out[5:]]
     assert [c["5"] for c in counts] == [1, 1] and sum(counts, Counter())["a"] == 2
     assert {*"bc"} == {n for n in "bc" for c in counts if c[n] == 1}
-    out = search_output(capsys, name, nodes=nodes, network=30 * 4096 / 0.8, **more)
+    out = search_output(name, nodes=nodes, network=30 * 4096 / 0.8, **more)
     assert out[0].startswith("llama3.2-1b: 75 tokens/s")
 
 
@@ -32023,20 +31649,19 @@ def test_helix_names_the_missing_solver(monkeypatch):
         helix.place(helix_cluster(1))
 
 
-def test_spindle_program(capsys):
+def test_spindle_program():
     """Two tasks that do not scale run side by side; the third waits for them."""
     flat, half = {"1": 1.0, "2": 1.0}, {"1": 1.0, "2": 0.5}
     tasks = {"a": [3, flat, []], "b": [3, flat, []], "c": [2, half, ["a", "b"]]}
-    out = search_output(capsys, "spindle", tasks=tasks)
+    out = search_output("spindle", tasks=tasks)
     assert out[0].startswith("3 tasks on 8 h100: 4000.00 ms; one after another 7000.00; by depth, ")
     assert out[2].split() == "3000.00 2 a 3 on 1, b 3 on 1".split()
     assert out[3].split() == "1000.00 2 c 2 on 2".split()
 
 
-def test_pipeline_search_program_disttrain(capsys):
+def test_pipeline_search_program_disttrain():
     """GPUs sum to --gpus at most, with options of train.py, and reordering does not lose."""
-    planner.main("--search disttrain --gpus 16 --model llama3-8b".split())
-    out = capsys.readouterr().out.splitlines()
+    out = planner_run("--search disttrain --gpus 16 --model llama3-8b").splitlines()
     rows = [line.split() for line in out[1:4]]
     assert [row[0] for row in rows] == ["encoder", "backbone", "generator"]
     assert sum(int(row[1]) for row in rows) <= 16
@@ -32048,12 +31673,12 @@ def test_pipeline_search_program_disttrain(capsys):
         assert better < given
 
 
-def test_pipeline_search_program_dynapipe(capsys):
+def test_pipeline_search_program_dynapipe():
     """Short documents share micro-batches; the table's row of the dynamic program is the fastest,
     and memory stays under the cap, which is that of 3,000 padded tokens."""
     lengths = [1500, 40, 1000, 30, 60, 50, 900, 45]
     saved = 2 * 16 * training_plan.activation_bytes(PLANNER_8B, "none", True)
-    out = search_output(capsys, "dynapipe", lengths=lengths, pp=2, memory=3000.0 * saved)
+    out = search_output("dynapipe", lengths=lengths, pp=2, memory=3000.0 * saved)
     assert out[0].startswith("8 documents, 3,625 tokens, pp 2, dp 1, ")
     rows = [line.split() for line in out[2:5]]
     assert float(rows[2][0]) == min(float(row[0]) for row in rows)
@@ -32062,17 +31687,17 @@ def test_pipeline_search_program_dynapipe(capsys):
     assert (1, 1500) in groups and min(length for n, length in groups if n > 1) <= 60
     saved = 32 * training_plan.activation_bytes(PLANNER_8B, "none", True)  # without a pipeline
     saved += 10 * 128256  # logits
-    out = search_output(capsys, "dynapipe", lengths=[40] * 6, pp=1, memory=100 * saved)
+    out = search_output("dynapipe", lengths=[40] * 6, pp=1, memory=100 * saved)
     assert out[-1] == "2x40 2x40 2x40"
 
 
-def test_perseus_program(capsys):
+def test_perseus_program():
     """One stage, one micro-batch: F in 1 s with 200 J or 2 s with 100 J, B in 2 s with 400 J or 4 s
     with 200 J, and 10 W while waiting, for nothing. Stage 2 of 2 takes a tenth of that: it can slow
     down for free, down to its least energy."""
     slow, quick = [{"1": 200, "2": 100}, {"2": 400, "4": 200}], [{"0.1": 20}, {"0.2": 40}]
     problem = dict(pp=1, micro_batches=1, waiting=10.0, seconds=4.0)
-    out = search_output(capsys, "perseus", options=[slow], **problem)
+    out = search_output("perseus", options=[slow], **problem)
     assert out[0] == "1f1b, 1 stages, 1 micro-batches; at the highest clocks 3.000 s, 600 J"
     assert out[2].split() == ["3.000", "600", "0.0%"]
     assert out[8].split() == ["6.000", "300", "50.0%"]
@@ -32080,68 +31705,62 @@ def test_perseus_program(capsys):
     some = [{"0.1": 20, "0.2": 12}, {"0.2": 40, "0.3": 30}]
     for last, saved in ((quick, 0.0), (some, 18 - 10 * 0.2)):
         problem = dict(pp=2, micro_batches=4, waiting=10.0, options=[slow, last])
-        out = search_output(capsys, "perseus", **problem)
+        out = search_output("perseus", **problem)
         highest = float(out[0].split()[-2].replace(",", ""))
         assert float(out[2].split()[1].replace(",", "")) <= highest - saved
 
 
-def test_pipeline_search_program_layers_are_train_py_s(capsys):
-    """train.py takes the printed flags, and has these layers on its stages."""
-    planner.main(["--search", "perseus", "--problem", '{"units": 2, "micro_batches": 4}'])
-    lines = capsys.readouterr().out.splitlines()[-1:]
-    lines.append(next(x for x in search_output(capsys, "dynapipe") if x.startswith("train.py")))
-    for line in map(str.split, lines):
-        config = TCONF.parse_args([*line[1:], "--out", "x"])
-        assert line[0] == "train.py" and (config.pp, config.pp_schedule) == (4, "1f1b")
-        stages = ST.stage_layers(config, SimpleNamespace(n_layers=32), 4)
-        assert len(stages) == 4 and sum(map(len, stages)) == 32
-
-
-for planner_text, planner_words in {
-    "helix {": "not JSON",
-    "helix x.json": "x.json is neither a file nor an object",
-    'helix {"node": 1}': "node is no field of helix; it has nodes, group",
-    'helix {"group": "1"}': 'group must be of the form 8, not "1"',
-    'helix {"group": 7}': "32 layers are not divisible into groups of 7",
-    'helix {"group": 64}': "32 layers are not divisible into groups of 64",
-    f"helix {'x' * 5000}": "is neither a file nor an object",
-    f"helix {{{'[' * 100000}": "not JSON",
-    f'helix {{"nodes": {"[" * 100000}': "not JSON",
-    f'helix {{"batch": 1{"0" * 400}}}': "batch must be of the form 32, not 1000",
-    'helix {"requests": true}': "requests must be of the form 1000, not true",
-    'helix {"nodes": {"host": [1, 1, 1, 1]}}': "nodes: host must be a list",
-    'helix {"nodes": {"h100": 200}}': "200 x 200 nodes x 4 groups of layers are more than 20,000",
-    'helix {"nodes": {"v100": 2}}': "nodes: v100 must be a list of tokens/s, or a number of a100",
-    'helix {"nodes": {"x": [1]}}': "nodes hold 1 of 4 groups",
-    'helix {"nodes": {"x": [1, 0]}}': "nodes: x must be a list",
-    'spindle {"tasks": {"a": [1, {"2": 0}, []]}}': r"tasks: a must be \[layers",
-    'spindle {"tasks": {"a": [1, {"1": 1}, ["b"]]}}': "unknown task",
-    'spindle {"tasks": {"a": [1, {"1": 1}, [["b"]]]}}': "a must be",
-    'spindle {"tasks": {"a": [1, 60, 8, 8, 8, []]}}': "whole heads",
-    'spindle {"tasks": {"a": [1, 64, 8, 8, 1000000000000, []]}}': "a must be",
-    'spindle {"tasks": {"a": [1, {"16": 1}, []]}}': "a needs 16 devices of 8",
-    'spindle {"tasks": {"a": [1001, {"1": 1}, []]}}': "a must be .* at most 1,000 layers",
-    'disttrain {"modules": {"a": [1, 64, 5, 8]}}': r"modules: a must be null or \[layers",
-    'disttrain {"costs": [1, 2]}': "costs must be 64 positive numbers",
-    'disttrain {"samples": 1000000000000}': "samples must be of the form 256",
-    'dynapipe {"lengths": [5, 0]}': "lengths must be whole numbers",
-    'dynapipe {"lengths": [5, true]}': "lengths must be whole numbers",
-    f'dynapipe {{"memory": 1{"0" * 400}}}': "memory must be positive",
-    'perseus {"clocks": [1, 0.001]}': "passes of .* s are more than 1,000 units",
-    'perseus {"watts": 70}': "watts 70 must be above waiting 75.5",
-    'perseus {"pp": 32, "micro_batches": 64}': "pp 32 x micro_batches 64 is more than 512",
-    'dynapipe {"memory": 5}': "document of .* tokens exceeds the memory cap",
-    'dynapipe {"pp": 33}': "pp 33 is more than the model's 32 layers",
-    'perseus {"clocks": [1, 2]}': "clocks must be fractions",
-    'perseus {"options": [[{"1": 2}]]}': r"options must be 4 stages \(pp\) of \[F, B\]",
-    'perseus {"watts": -1}': "watts must be of the form 700.0, not -1",
-    'perseus {"seconds": "1"}': "seconds must be positive, not 1",
-    'perseus {"pp": 33}': "pp 33 is more than the model's 32 layers",
-}.items():
-    planner_name, planner_json = planner_text.split(" ", 1)
-    planner_args = ["--search", planner_name, "--problem", planner_json]
-    planner_call = lambda argv: search.report(planner.parse_args(argv))
-    REFUSED[f"search: {planner_text}"] = partial(planner_call, planner_args), planner_words
+PROBLEMS_REFUSED = {  # search -> --problem -> regex of the error
+    "helix": {
+        "{": "not JSON",
+        f'{{"nodes": {"[" * 100000}': "not JSON",
+        "x.json": "x.json is neither a file nor an object",
+        "x" * 5000: "is neither a file nor an object",
+        '{"node": 1}': "node is no field of helix; it has nodes, group",
+        '{"group": "1"}': 'group must be of the form 8, not "1"',
+        '{"group": 7}': "32 layers are not divisible into groups of 7",
+        f'{{"batch": 1{"0" * 400}}}': "batch must be of the form 32, not 1000",
+        '{"requests": true}': "requests must be of the form 1000, not true",
+        '{"nodes": {"host": [1, 1, 1, 1]}}': "nodes: host must be a list",
+        '{"nodes": {"h100": 200}}': "200 x 200 nodes x 4 groups of layers are more than 20,000",
+        '{"nodes": {"v100": 2}}': "nodes: v100 must be a list of tokens/s, or a number of a100",
+        '{"nodes": {"x": [1]}}': "nodes hold 1 of 4 groups",
+        '{"nodes": {"x": [1, 0]}}': "nodes: x must be a list",
+    },
+    "spindle": {
+        '{"tasks": {"a": [1, {"2": 0}, []]}}': r"tasks: a must be \[layers",
+        '{"tasks": {"a": [1, {"1": 1}, ["b"]]}}': "unknown task",
+        '{"tasks": {"a": [1, {"1": 1}, [["b"]]]}}': "a must be",
+        '{"tasks": {"a": [1, 60, 8, 8, 8, []]}}': "whole heads",
+        '{"tasks": {"a": [1, 64, 8, 8, 1000000000000, []]}}': "a must be",
+        '{"tasks": {"a": [1, {"16": 1}, []]}}': "a needs 16 devices of 8",
+        '{"tasks": {"a": [1001, {"1": 1}, []]}}': "a must be .* at most 1,000 layers",
+    },
+    "disttrain": {
+        '{"modules": {"a": [1, 64, 5, 8]}}': r"modules: a must be null or \[layers",
+        '{"costs": [1, 2]}': "costs must be 64 positive numbers",
+    },
+    "dynapipe": {
+        '{"lengths": [5, 0]}': "lengths must be whole numbers",
+        f'{{"memory": 1{"0" * 400}}}': "memory must be positive",
+        '{"memory": 5}': "document of .* tokens exceeds the memory cap",
+        '{"pp": 33}': "pp 33 is more than the model's 32 layers",
+    },
+    "perseus": {
+        '{"clocks": [1, 0.001]}': "passes of .* s are more than 1,000 units",
+        '{"clocks": [1, 2]}': "clocks must be fractions",
+        '{"watts": 70}': "watts 70 must be above waiting 75.5",
+        '{"watts": -1}': "watts must be of the form 700.0, not -1",
+        '{"pp": 32, "micro_batches": 64}': "pp 32 x micro_batches 64 is more than 512",
+        '{"pp": 33}': "pp 33 is more than the model's 32 layers",
+        '{"options": [[{"1": 2}]]}': r"options must be 4 stages \(pp\) of \[F, B\]",
+        '{"seconds": "1"}': "seconds must be positive, not 1",
+    },
+}
+for search_name, search_rows in PROBLEMS_REFUSED.items():
+    for search_text, search_words in search_rows.items():
+        search_call = partial(planner_run, f"--search {search_name} --problem", search_text)
+        REFUSED[f"search: {search_name} {search_text[:70]}"] = search_call, search_words
 
 
 # --------------------------------------------------------------------------------------------------

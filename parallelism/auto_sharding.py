@@ -42,7 +42,6 @@ from parallelism.cost_model import (
     GEMM_EFFICIENCY,
     HBM_EFFICIENCY,
     KERNEL_OVERHEAD,
-    MEMORY_FRACTION,
     Device,
     Shape,
     all_to_all,
@@ -58,7 +57,6 @@ from parallelism.training_plan import (
     LAYER_HBM_BYTES,
     LOGITS_BYTES,
     RECOMPUTE,
-    RESERVED_BYTES,
     Plan,
     activation_bytes,
     count_ends,
@@ -309,7 +307,7 @@ def stage_sharding(
     logits = LOGITS_BYTES * shape.vocab * last
     ends = 18 * count_ends(shape, first, last) * shape.dim * shape.vocab
     sharded = (12 * n * weights + ends + (saved + logits) * tokens) / gpus
-    room = MEMORY_FRACTION * device.memory - RESERVED_BYTES - sharded
+    room = device.model_memory - sharded
     fits = [one for one in options if 6 * n * one.weights <= room]
     if not fits:
         return math.inf, None

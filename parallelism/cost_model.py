@@ -13,6 +13,7 @@ measurements, the same for every model, device and plan. Needs: the standard lib
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -34,12 +35,14 @@ COMM_SM_FRACTION = 0.15  # of the SMs run an overlapped transfer: NCCL takes 16 
 KERNEL_OVERHEAD = 8e-6  # s per matmul: launch, first loads and last wave
 GIB = 2**30
 MEMORY_FRACTION = 0.9  # usable part of a device's memory; measured memory is up to a fifth more
+RESERVED_BYTES = 4 * GIB  # CUDA context, NCCL buffers, fragmentation
 
 
-def require(ok: Any, message: Any) -> None:
+def require(ok: Any, message: str | None) -> None:
     """ValueError with the message unless ok."""
     if not ok:
         raise ValueError(message)
+
 
 # --------------------------------------------------------------------------------------------------
 # Models and devices
@@ -53,6 +56,11 @@ class Matrix(NamedTuple):
     n: int
     count: int = 1
     active_count: int = 1
+
+
+def active_weights(matrices: Iterable[Matrix]) -> int:
+    """Weights that a token uses."""
+    return sum(m.k * m.n * m.active_count for m in matrices)
 
 
 @dataclass(frozen=True)
@@ -87,6 +95,7 @@ class Shape:
         return self.layers - self.dense_layers if self.experts else 0
 
     def attention(self) -> list[Matrix]:
+        """q, k, v and output projections; MLA: of q and of the latent, down and up, and output."""
         C, H, D = self.dim, self.heads, self.head_dim
         if not self.kv_rank:
             return [Matrix(C, H * D), *[Matrix(C, self.kv_heads * D)] * 2, Matrix(H * D, C)]
@@ -96,21 +105,22 @@ class Shape:
         return [*q, *kv, Matrix(H * self.v_dim, C)]
 
     def feed_forward(self, moe: bool) -> list[Matrix]:
+        """Gate, up and down, or in GPT's form up and down; moe: the router, then those of the
+        routed and of the shared experts."""
         C, ups = self.dim, 1 if self.gpt else 2
+        mlp = lambda F, *counts: [Matrix(C, F, *counts)] * ups + [Matrix(F, C, *counts)]
         if not moe:
-            return [Matrix(C, self.ffn)] * ups + [Matrix(self.ffn, C)]
-        F, counts = self.expert_ffn, [(self.experts, self.experts_per_token)]
-        counts += [(self.shared_experts,) * 2] if self.shared_experts else []
-        return [Matrix(C, self.experts)] + [
-            m for c in counts for m in [Matrix(C, F, *c)] * ups + [Matrix(F, C, *c)]
-        ]
+            return mlp(self.ffn)
+        routed = mlp(self.expert_ffn, self.experts, self.experts_per_token)
+        shared = mlp(self.expert_ffn, self.shared_experts, self.shared_experts)
+        return [Matrix(C, self.experts), *routed, *(shared if self.shared_experts else [])]
 
     def layer_matrices(self) -> list[tuple[int, list[Matrix]]]:
         """[(number of layers, matrices of one layer in execution order)]"""
         counts = ((self.layers - self.moe_layers, False), (self.moe_layers, True))
         return [(n, self.attention() + self.feed_forward(moe)) for n, moe in counts if n]
 
-    def mean(self, size: Any) -> float:
+    def mean(self, size: Callable[[list[Matrix]], float]) -> float:
         """Mean over layers of size(matrices)."""
         return sum(n * size(matrices) for n, matrices in self.layer_matrices()) / self.layers
 
@@ -119,29 +129,31 @@ class Shape:
 def parameters(shape: Shape, active: bool = False) -> int:
     """Number of parameters, or of those active per token."""
     s, C = shape, shape.dim
-    per = lambda m: m.k * m.n * (m.active_count if active else m.count) + s.gpt * m.n
-    total = sum(n * sum(per(m) for m in matrices) for n, matrices in s.layer_matrices())
-    small = (4 if s.gpt else 2) * C + s.qk_norm * 2 * s.head_dim + s.kv_rank + s.q_rank
-    total += s.layers * small + (1 + s.gpt) * C + s.positions * C
-    return total + (1 if s.tied else 2) * C * s.vocab
+    with_bias = lambda m: m.k * m.n * (m.active_count if active else m.count) + s.gpt * m.n
+    matrices = sum(n * sum(map(with_bias, layer)) for n, layer in s.layer_matrices())
+    layer_norms = (4 if s.gpt else 2) * C + s.qk_norm * 2 * s.head_dim + s.kv_rank + s.q_rank
+    ends = (1 + s.gpt) * C + s.positions * C + (1 if s.tied else 2) * C * s.vocab
+    return matrices + s.layers * layer_norms + ends
 
 
 @cache
 def model_flops(shape: Shape, seq: int, causal: bool = True) -> float:
     """Training FLOPs per token: 6 per active weight without the embedding, and attention
     6 T H (Dqk + Dv) per layer (PaLM, arXiv:2204.02311, app. B: 12 T H D), half of it if causal."""
-    weights = shape.layers * shape.mean(lambda all: sum(m.k * m.n * m.active_count for m in all))
+    weights = shape.layers * shape.mean(active_weights)
     scores = shape.layers * seq * score_width(shape)
     return 6 * (weights + shape.dim * shape.vocab) + (3 if causal else 6) * scores
 
 
 @cache
 def recomputed_flops(shape: Shape, seq: int, recompute: str) -> float:
-    """FLOPs per token that recomputation adds; full: a forward pass without the head."""
+    """FLOPs per token that recomputation adds; full: a forward pass without the head; selective:
+    every second matmul."""
     if recompute == "full":
         return model_flops(shape, seq) / 3 - 2 * shape.dim * shape.vocab
-    second = shape.mean(lambda all: sum(m.k * m.n * m.active_count for m in all[1::2]))
-    return 2 * shape.layers * second if recompute == "selective" else 0.0
+    if recompute == "selective":
+        return 2 * shape.layers * shape.mean(lambda matrices: active_weights(matrices[1::2]))
+    return 0.0
 
 
 def score_width(shape: Shape) -> int:
@@ -243,6 +255,16 @@ class Device:
     network: float = 50e9  # bytes/s: 400 Gb/s
     alpha: tuple[float, float] = (2e-6, 5e-6)  # latency in s, within and between nodes
 
+    @property
+    def usable_memory(self) -> float:
+        """Bytes that a plan may take, RESERVED_BYTES included."""
+        return MEMORY_FRACTION * self.memory
+
+    @property
+    def model_memory(self) -> float:
+        """Bytes that a model's weights, states and activations may take."""
+        return self.usable_memory - RESERVED_BYTES
+
 
 # NVIDIA's datasheets (dense rates); watts: DGX A100 6.5 kW, H100 and H200 10.2, B200 14.3, GB200
 # NVL72 120 kW; PCIe: 8 cards of 350 W and the rest of an A100's server.
@@ -262,34 +284,47 @@ def load_device(name: str) -> Device:
     require(name in DEVICES, f"--device {name} is unknown; use one of {', '.join(DEVICES)}")
     return DEVICES[name]
 
+
 # --------------------------------------------------------------------------------------------------
-# Collectives
+# Transfers
 # --------------------------------------------------------------------------------------------------
+
+
+def send_seconds(size: float, device: Device, far: bool) -> float:
+    """Seconds to send `size` bytes to a GPU of the node, or if far of another one."""
+    wire = device.network if far else device.nvlink
+    return device.alpha[far] + size / (LINK_EFFICIENCY * wire)
+
+
+def ranks_in_node(n: int, stride: int, device: Device) -> int:
+    """How many of n ranks with stride `stride` share a node."""
+    return min(n, max(1, device.node // stride))
 
 
 def ring(size: float, n: int, stride: int, device: Device, calls: int = 1) -> float:
-    """Seconds of `calls` all-gathers or reduce-scatters of `size` unsharded bytes in total over n
-    ranks with stride `stride`: n - 1 steps of size / n bytes (Thakur et al., 2005, 4.1). Between
-    nodes, rings use the NICs of all members in a node."""
+    """Seconds of `calls` all-gathers or reduce-scatters over n ranks with stride `stride`; size:
+    unsharded bytes of all calls. Each is n - 1 steps, which send size / n bytes (Thakur et al.,
+    2005, 4.1). Between nodes, rings use the NICs of all members in a node."""
     if n == 1 or size == 0:
         return 0.0
-    near = min(n, max(1, device.node // stride))
+    near = ranks_in_node(n, stride, device)
     wire = device.nvlink if near == n else min(device.nvlink, near * device.network)
     return (n - 1) * (calls * device.alpha[near < n] + size / n / (LINK_EFFICIENCY * wire))
 
 
 def all_to_all(size: float, n: int, stride: int, device: Device) -> float:
-    """Seconds of an all-to-all of size / n bytes per pair of n ranks, over NVLink in a node."""
+    """Seconds of an all-to-all of size / n bytes per pair of n ranks, over NVLink and NICs at once.
+    """
     if n == 1:
         return 0.0
-    near = min(n, max(1, device.node // stride))
+    near = ranks_in_node(n, stride, device)
     inside, outside = (near - 1) / n / device.nvlink, (n - near) / n / device.network
     return (n - 1) * device.alpha[near < n] + size * max(inside, outside) / LINK_EFFICIENCY
 
 
-def exposed_seconds(transfer: float, work: float) -> float:
+def exposed_seconds(transfer: float, compute: float) -> float:
     """Seconds that a transfer adds to the compute that it overlaps with."""
-    return max(0.0, transfer - work) + COMM_SM_FRACTION * min(transfer, work)
+    return max(0.0, transfer - compute) + COMM_SM_FRACTION * min(transfer, compute)
 
 
 def load_cluster(model: str, device: str, gpus: str) -> tuple[Shape, Device, int]:

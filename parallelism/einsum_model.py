@@ -12,8 +12,8 @@ alone, so configurations are ranked by them and only the first few need to be ti
 
 When it loses: traffic sees neither waves nor bank conflicts (kernel_model.py adds the waves), and
 fusing repeats the first step for each tile of the indices that only later steps have. Needs: the
-standard library. Proof (test_all.py): numpy's and opt_einsum's counts, torch's FlopCounterMode,
-every order, and loops over tiles that count each load.
+standard library. Proof (test_all.py): numpy's and opt_einsum's counts, every order, and loops over
+tiles that count each load.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if __name__ == "__main__" and not __package__:
 import argparse
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from parallelism.cost_model import Device, parse_number, require
@@ -39,13 +39,13 @@ from parallelism.kernel_model import (
     require_positive,
 )
 
-READS = {"device", "stages"}  # flags of others
-TILES = (16, 32, 64, 128, 256)
+READS = {"device", "stages"}  # of the shared flags and of --kernel's
+TILES = (16, 32, 64, 128, 256)  # sizes of an index
 ACCUMULATORS = 2 * REGISTERS_PER_SM  # bytes: half of the registers
 
 
 class Step(NamedTuple):
-    """A contraction; `loads` are the operands that are no earlier step's result."""
+    """A contraction of `operands`; `loads`: those of them that no earlier step computes."""
 
     operands: tuple[str, ...]
     out: str
@@ -91,9 +91,9 @@ def numel(indices: Iterable[str], sizes: Mapping[str, int]) -> int:
 
 
 def einsum_flops(inputs: Sequence[str], out: str, sizes: Mapping[str, int]) -> int:
-    """FLOPs of one loop nest over all indices: a product per further operand, and an addition if an
-    index is summed; 2 x all indices for a matmul (opt_einsum's flop_count; Rocktaschel, "Einsum is
-    All you Need")."""
+    """FLOPs of one loop nest over all indices: in each iteration a product per operand after the
+    first, and an addition if an index is summed (opt_einsum's flop_count; Rocktaschel, "Einsum is
+    All you Need"). 2 m n k for a matmul."""
     every = set("".join(inputs))
     return numel(every, sizes) * (len(inputs) - 1 + (every != set(out)))
 
@@ -109,32 +109,41 @@ def best_order(inputs: Sequence[str], out: str, sizes: Mapping[str, int]) -> lis
     n = len(inputs)
     if n == 1:
         return [Step(tuple(inputs), out, tuple(inputs))]
-    names = {1 << i: term for i, term in enumerate(inputs)}
+    # a set of operands is an int, bit i for operand i: set -> indices of its contraction, and
+    # (FLOPs, steps) of the best order
+    indices = {1 << i: term for i, term in enumerate(inputs)}
     best: dict[int, tuple[int, list[Step]]] = {1 << i: (0, []) for i in range(n)}
     for s in sorted(range(1, 2**n), key=int.bit_count)[n:]:
         outside = {*out}.union(*(inputs[i] for i in range(n) if not s >> i & 1))
         inside = dict.fromkeys("".join(inputs[i] for i in range(n) if s >> i & 1))
-        names[s] = out if s == 2**n - 1 else "".join(i for i in inside if i in outside)
-        part, found = (s - 1) & s, []
-        while part > s ^ part:
-            pair = names[s ^ part], names[part]
-            loads = tuple(names[x] for x in (s ^ part, part) if x.bit_count() == 1)
-            (a, left), (b, right) = best[part], best[s ^ part]
-            cost = a + b + einsum_flops(pair, names[s], sizes)
-            found.append((cost, [*left, *right, Step(pair, names[s], loads)]))
-            part = (part - 1) & s
+        indices[s] = out if s == 2**n - 1 else "".join(i for i in inside if i in outside)
+        found = []
+        for small, large in _bipartitions(s):
+            pair = indices[small], indices[large]
+            loads = tuple(indices[x] for x in (small, large) if x.bit_count() == 1)
+            (a, first), (b, second) = best[large], best[small]
+            flops = a + b + einsum_flops(pair, indices[s], sizes)
+            found.append((flops, [*first, *second, Step(pair, indices[s], loads)]))
         best[s] = min(found, key=lambda item: item[0])
     return best[2**n - 1][1]
 
 
+def _bipartitions(s: int) -> Iterator[tuple[int, int]]:
+    """Every split of the bits of s into two parts, the smaller number first."""
+    large = (s - 1) & s
+    while large > s ^ large:
+        yield s ^ large, large
+        large = (large - 1) & s
+
+
 def in_order(inputs: Sequence[str], out: str, sizes: Mapping[str, int]) -> list[Step]:
     """The contractions of pairs from left to right."""
-    steps, name = [], inputs[0]
+    steps, result = [], inputs[0]
     for i, term in enumerate(inputs[1:], 1):
-        pair, later = (name, term), {*out}.union(*inputs[i + 1 :])
-        name = "".join(j for j in dict.fromkeys("".join(pair)) if j in later)
-        name = out if i == len(inputs) - 1 else name
-        steps.append(Step(pair, name, pair if i == 1 else (term,)))
+        pair, later = (result, term), {*out}.union(*inputs[i + 1 :])
+        result = "".join(j for j in dict.fromkeys("".join(pair)) if j in later)
+        result = out if i == len(inputs) - 1 else result
+        steps.append(Step(pair, result, pair if i == 1 else (term,)))
     return steps or [Step(tuple(inputs), out, tuple(inputs))]
 
 
@@ -181,32 +190,32 @@ def tiled_flops(steps: Sequence[Step], sizes: Mapping[str, int], tile: Mapping[s
     total = 0
     for i, step in enumerate(steps):
         later = set("".join(term for s in steps[i:] for term in s.operands))
-        again = (-(-sizes[j] // tile[j]) for j in later - set("".join(step.operands)))
-        total += einsum_flops(step.operands, step.out, sizes) * math.prod(again)
+        repeats = (-(-sizes[j] // tile[j]) for j in later - set("".join(step.operands)))
+        total += einsum_flops(step.operands, step.out, sizes) * math.prod(repeats)
     return total
 
 
 def tile_footprint(
     steps: Sequence[Step], sizes: Mapping[str, int], tile: Mapping[str, int], stages: int
 ) -> tuple[int, int]:
-    """(bytes of shared memory, bytes of fp32 accumulators): `stages` buffers of an operand whose
-    tile changes, one of others and of the results that a later step consumes."""
-    shared = sums = 0
+    """(bytes of shared memory, bytes of fp32 accumulators). An operand whose tile changes has
+    `stages` buffers, other operands have one, and so have results that a later step consumes."""
+    shared = accumulators = 0
     for i, step in enumerate(steps):
         for term in step.loads:
             changes = _reloads(steps, i, term, sizes, tile)[1]
             shared += numel(term, tile) * (stages if changes else 1)
         shared += numel(step.out, tile) if step is not steps[-1] else 0
-        sums += numel(step.out, tile)
-    return BYTES * shared, 4 * sums
+        accumulators += numel(step.out, tile)
+    return BYTES * shared, 4 * accumulators
 
 
 def rank_tiles(
     steps: Sequence[Step], sizes: Mapping[str, int], shared: int, stages: int
 ) -> list[tuple[int, dict[str, int]]]:
-    """[(elements moved, tile)], least first and then the largest tile, of TILES that fit in
-    `shared` bytes of shared memory; an index can also be whole, if it is smaller, and one of the
-    result have a tile of 1. Batch indices, which all tensors have, have tiles of 1."""
+    """[(elements moved, tile)] of the tiles that fit in `shared` bytes of shared memory: the fewest
+    elements first, and of as many the largest tile. An index has a size of TILES, or its own if
+    that is smaller; an index of the result can have 1, and one that all tensors have has 1."""
     terms = [t for step in steps for t in (*step.operands, step.out)]
     batch = set(terms[0]).intersection(*terms)
     names = sorted(set("".join(terms)) - batch)
@@ -216,8 +225,8 @@ def rank_tiles(
     found = []
     for picked in itertools.product(*choices):
         tile = dict.fromkeys(batch, 1) | dict(zip(names, picked))
-        memory, sums = tile_footprint(steps, sizes, tile, stages)
-        if memory <= shared and sums <= ACCUMULATORS:
+        memory, accumulators = tile_footprint(steps, sizes, tile, stages)
+        if memory <= shared and accumulators <= ACCUMULATORS:
             found.append((tile_traffic(steps, sizes, tile), tile))
     return sorted(found, key=lambda item: (item[0], -math.prod(item[1].values())))
 
@@ -243,17 +252,17 @@ def chain_model(
     flops = sum(einsum_flops(step.operands, step.out, sizes) for step in chain)
     size = einsum_bytes([t for step in chain for t in step.loads], chain[-1].out, sizes)
     name, seconds = regime(flops, size, device, EAGER_OVERHEAD)
-    fact = dict(flops=flops, bytes=size, regime=name, roofline=seconds)
+    numbers = dict(flops=flops, bytes=size, regime=name, roofline=seconds)
     text = f"{flops:.4g} FLOPs, {size / 1e6:,.1f} MB: {name}, {1e6 * seconds:,.1f} us"
     ranked = rank_tiles(chain, sizes, p.max_shared, stages)
     if not ranked:
-        return fact, f"{text}; no tiles fit in an SM"
+        return numbers, f"{text}; no tiles fit in an SM"
     moved, tile = ranked[0]
     done = tiled_flops(chain, sizes, tile)
     words = " ".join(f"{i}={n}" for i, n in tile.items() if n > 1) or "of 1"
     text += f"; tiles {words} move {BYTES * moved / 1e6:,.1f} MB"
     text += f", {done / flops:.2f}x FLOPs" if flops else ""
-    return fact | dict(tile=tile, moved=BYTES * moved, tiled_flops=done), text
+    return numbers | dict(tile=tile, moved=BYTES * moved, tiled_flops=done), text
 
 
 def report(args: argparse.Namespace) -> str:

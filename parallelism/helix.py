@@ -24,19 +24,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from parallelism.cost_model import (
-    DEVICES,
-    LINK_EFFICIENCY,
-    MEMORY_FRACTION,
-    Device,
-    Shape,
-    load_shape,
-    require,
-)
+from parallelism.cost_model import DEVICES, LINK_EFFICIENCY, Device, Shape, load_shape, require
 from parallelism.problem import is_count, is_positive, read_problem
 from parallelism.serving_cost import Layout, achieved, decode_work, kv_bytes_per_token, step
 from parallelism.solvers import Arcs, IntegerProgram, max_flow
-from parallelism.training_plan import RESERVED_BYTES, layer_parameters
+from parallelism.training_plan import layer_parameters
 
 HOST = "host"  # sends prompts to first layers, receives tokens from last ones
 Span = tuple[int, int]  # first layer, last + 1
@@ -163,7 +155,7 @@ def decode_rates(shape: Shape, device: Device, group: int, batch: int, context: 
     share = group / shape.layers
     weights = 2 * share * sum(layer_parameters(shape))
     kv = share * batch * context * kv_bytes_per_token(shape)
-    most = int((MEMORY_FRACTION * device.memory - RESERVED_BYTES) / (weights + kv))
+    most = int(device.model_memory / (weights + kv))
     whole = step(shape, achieved(device), Layout(), decode_work(batch, context))
     seconds = share * (whole.total - whole.seconds["head"])
     return [batch / (k * seconds) for k in range(1, min(most, shape.layers // group) + 1)]

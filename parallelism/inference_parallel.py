@@ -72,7 +72,8 @@ def all_gather_dim(x: Tensor, group: Group, dim: int = -1) -> Tensor:
     return out.movedim(0, dim).flatten(dim, dim + 1)
 
 
-def _scatter(x: Tensor, group: Group, dim: int = -1) -> Tensor:
+def _reduce_scatter_dim(x: Tensor, group: Group, dim: int = -1) -> Tensor:
+    """This rank's shard along dim of the sum of the ranks' tensors."""
     ranks, dim = dist.get_world_size(group), dim % x.dim()
     if ranks == 1:
         return x
@@ -107,7 +108,8 @@ def batch_sharded_attend(
     gathered, expanded and exchanged, so prefill in one chunk, or raise `absorb_up_to`. ValueError
     if P does not divide B: pad the batch.
     """
-    gather, scatter = (partial(fn, group=group, dim=0) for fn in (all_gather_dim, _scatter))
+    collectives = all_gather_dim, _reduce_scatter_dim
+    gather, scatter = (partial(collective, group=group, dim=0) for collective in collectives)
     to_batch, to_heads = (partial(fn, group=group) for fn in (_heads_to_batch, _batch_to_heads))
 
     def all_to_all(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -137,7 +139,7 @@ def batch_sharded_attend(
 
 class FFN2D(nn.Module):
     """SwiGLU on X x Y ranks (3.2.2): rank (i, j) has shard i of X along C and shard j of Y along F
-    of every weight: gate, up (F/Y, C/X), down (C/X, F/Y). The arguments are full weights.
+    of every weight: gate and up (F/Y, C/X), down (C/X, F/Y). The arguments are full weights;
     x_group: the ranks of this j in the order of i; y_group: those of this i.
 
         x (C/P) gather y -> (C/X) gate, up -> (F/Y) reduce-scatter x -> (F/P) silu(gate) * up
@@ -146,8 +148,8 @@ class FFN2D(nn.Module):
     Input and output are (..., C/P), shard i * Y + j, in which norm and residual can stay; or, if
     `replicated`, (..., C), equal on all ranks, for one more gather. X = 1 is Megatron's layout.
 
-    gather_weights, with `replicated` and for inference: where it sends fewer bytes, a rank computes
-    1/P of the rows with all weights, which it gathers and drops (3.2.3, weight-gathered).
+    gather_weights requires `replicated` and has no backward pass: where it sends fewer bytes, a
+    rank gathers all weights, computes 1/P of the rows and drops the weights (3.2.3).
     """
 
     def __init__(
@@ -173,8 +175,7 @@ class FFN2D(nn.Module):
         return tuple(tuple(get(group) for group in self.groups) for get in getters)
 
     def sends_weights(self, rows: int) -> bool:
-        """Whether gathering the weights sends fewer bytes than the activations of B * T =
-        `rows`."""
+        """Whether B * T = `rows` are so many that gathering the weights sends fewer bytes."""
         (X, Y), (C, F) = self.grid_coords()[1], self.sizes
         stationary = ffn_bytes(rows, C, F, X, Y, replicated=True)
         return self.gather_weights and gathered_ffn_bytes(rows, C, F, X * Y) < stationary
@@ -198,7 +199,7 @@ class FFN2D(nn.Module):
             return self._weight_gathered(x)
         ((i, j), (X, Y)), apply = self.grid_coords(), _Collective.apply
         gather_x, gather_y = (partial(all_gather_dim, group=group) for group in self.groups)
-        scatter_x, scatter_y = (partial(_scatter, group=group) for group in self.groups)
+        scatter_x, scatter_y = (partial(_reduce_scatter_dim, group=group) for group in self.groups)
         gather_all = lambda t: gather_x(gather_y(t))
         if self.replicated:
             x = apply(x, lambda t: t.chunk(X, -1)[i], lambda grad: gather_all(scatter_y(grad)))

@@ -81,14 +81,15 @@ PROCESSORS = {
 
 
 def tile_efficiency(M: int, N: int, block_m: int, block_n: int) -> float:
-    """Part of the tiles' area inside the result: tile quantization (NVIDIA, matmul guide, 3.1)."""
+    """Part of the tiles' area that is in the result: tile quantization (NVIDIA, matmul guide, 3.1).
+    """
     return M * N / (math.ceil(M / block_m) * block_m * math.ceil(N / block_n) * block_n)
 
 
 def wave_efficiency(tiles: int, slots: int) -> float:
-    """Part of the waves' slots that hold a tile: wave quantization (NVIDIA, matmul guide, 3.2). Of
-    tiles x steps of K instead of tiles: what stream-K leaves of it (Osama et al., arXiv:2301.03598,
-    and Colfax's CUTLASS tutorial on persistent kernels)."""
+    """Part of the waves' slots that hold a tile: wave quantization (NVIDIA, matmul guide, 3.2). For
+    stream-K, `tiles` are tiles x steps of K (Osama et al., arXiv:2301.03598, and Colfax's CUTLASS
+    tutorial on persistent kernels)."""
     return tiles / (math.ceil(tiles / slots) * slots)
 
 
@@ -164,31 +165,35 @@ def lru_misses(trace: Iterable[tuple[tuple, int]], capacity: float) -> int:
 def order_misses(
     mnk: Sequence[int], tile: Sequence[int], slots: int, l2: float, group: int, limit: int = 2**17
 ) -> float:
-    """Bytes of A and B that a matmul in this order reads from HBM. Beyond `limit` accesses, steps
-    of K are merged while those of a wave take an eighth of L2, and then only the first waves, or
-    the first steps of one, are simulated: the rest misses as the last half of them. That is up to 3
-    times too many if they end within the first group of rows."""
+    """Bytes of A and B that a matmul in this order reads from HBM: the misses of matmul_trace. Of
+    more than `limit` accesses, steps of K are merged as long as a wave's step takes at most an
+    eighth of L2. If that is not enough, only the first waves are simulated, or the first steps of
+    one wave, and the remaining tiles miss as the last half of these. That is up to 3 times too many
+    if the simulated waves end within the first group of rows."""
     (M, N, K), (bm, bn, bk) = mnk, tile
     rows, columns = -(-M // bm), -(-N // bn)
     tiles, order = rows * columns, tile_order(rows, columns, group)
-    some = list(itertools.islice(order, slots))
-    ms, ns = (len(set(x)) for x in zip(*some))
-    width = BYTES * (bm * ms + bn * ns)
-    depth = max(bk, int(min(2 * tiles * K / limit, l2 / 8 / width)))
-    steps = -(-K // depth)
-    waves = -(-limit // (2 * slots * steps))
-    some += itertools.islice(order, (waves - 1) * slots)
-    part = min(K, depth * -(-limit // (2 * len(some)))) if waves == 1 else K
-    trace = lambda some: matmul_trace(some, slots, (M, N, part), (bm, bn, depth))
-    missed = lru_misses(trace(some), l2) * K / part
-    if len(some) == tiles:
+    simulated = list(itertools.islice(order, slots))  # the first wave
+    ms, ns = (len(set(indices)) for indices in zip(*simulated))
+    bytes_per_k = BYTES * (bm * ms + bn * ns)
+    depth = max(bk, int(min(2 * tiles * K / limit, l2 / 8 / bytes_per_k)))  # of a merged step
+    waves = -(-limit // (2 * slots * -(-K // depth)))
+    simulated += itertools.islice(order, (waves - 1) * slots)
+    some_k = min(K, depth * -(-limit // (2 * len(simulated)))) if waves == 1 else K
+
+    def misses(programs: Sequence[tuple[int, int]]) -> float:
+        trace = matmul_trace(programs, slots, (M, N, some_k), (bm, bn, depth))
+        return lru_misses(trace, l2) * K / some_k
+
+    missed = misses(simulated)
+    if len(simulated) == tiles:
         return missed
-    late, whole = len(some), min(group, rows) * columns
+    last, whole_group = len(simulated), min(group, rows) * columns
     if waves > 1:  # whole waves that are nearly whole groups of rows
-        partial = lambda n: abs(n - round(n / whole) * whole) / n
-        late = min(range(slots, late // 2 + 1, slots), key=lambda n: (partial(n), -n))
-    again = missed - lru_misses(trace(some[:-late]), l2) * K / part
-    return missed + again * (tiles - len(some)) / late
+        excess = lambda n: abs(n - round(n / whole_group) * whole_group) / n
+        last = min(range(slots, last // 2 + 1, slots), key=lambda n: (excess(n), -n))
+    missed_by_last = missed - misses(simulated[:-last])
+    return missed + missed_by_last * (tiles - len(simulated)) / last
 
 
 # --------------------------------------------------------------------------------------------------
@@ -205,15 +210,17 @@ def pipelined(transfer: float, work: float, alpha: float, beta: float, chunks: i
 
 
 def best_chunks(transfer: float, work: float, alpha: float, beta: float, limit: int) -> int:
-    """The fastest number of chunks, 1 .. limit. `pipelined` is the larger of two convex functions
-    of it, so its minimum is at one of theirs or where they cross."""
-    root = lambda a, b: math.sqrt(a / b) if b else limit
-    cross = (transfer - work) / (beta - alpha) if alpha != beta else 1
-    near = {1, limit, *(f(x) for x in (root(work, alpha), root(transfer, beta), cross)
-                        for f in (math.floor, math.ceil))}  # fmt: skip
+    """The fastest number of chunks n, 1 .. limit. `pipelined` is the larger of two convex functions
+    of n: n alpha + transfer + beta + work / n if fetches are slower, otherwise alpha + transfer / n
+    + n beta + work. So its minimum is at one of theirs or where they cross."""
+    fetch_bound = math.sqrt(work / alpha) if alpha else limit
+    compute_bound = math.sqrt(transfer / beta) if beta else limit
+    crossing = (transfer - work) / (beta - alpha) if alpha != beta else 1
+    bounds = fetch_bound, compute_bound, crossing
+    near = {1, limit, *(round_(x) for x in bounds for round_ in (math.floor, math.ceil))}
     return min(
-        (c for c in near if 1 <= c <= limit),
-        key=lambda c: (pipelined(transfer, work, alpha, beta, c), c),
+        (n for n in near if 1 <= n <= limit),
+        key=lambda n: (pipelined(transfer, work, alpha, beta, n), n),
     )
 
 
@@ -257,7 +264,7 @@ def render(args: argparse.Namespace, title: str, facts: dict, rows: dict[str, st
     return "\n".join([title, *(f"  {name:<22}{text}" for name, text in rows.items())])
 
 
-def _numbers(flag: str, text: str) -> list[int]:
+def _three_numbers(flag: str, text: str) -> list[int]:
     words = text.split(",")
     require(len(words) == 3, f"{flag} must be three numbers such as 4096,4096,64, not {text!r}")
     return [parse_number(word, 1024) for word in words]
@@ -338,7 +345,7 @@ def report(args: argparse.Namespace) -> str:
     """The text, or JSON, of --kernel."""
     require_positive(args, "warps", "stages", "group_m", "measured")
     device, p = device_of(args)
-    mnk, tile = _numbers("--kernel", args.kernel), _numbers("--tile", args.tile)
+    mnk, tile = _three_numbers("--kernel", args.kernel), _three_numbers("--tile", args.tile)
     got = matmul_model(mnk, tile, args, device, p)
     got |= matmul_choices(got, mnk, tile, args, device, p)
     rows = matmul_rows(got, tile, device, p)

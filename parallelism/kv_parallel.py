@@ -12,7 +12,7 @@ every rank has the whole model and some of the tokens' keys: a text N times as l
              runs the model on its share of them, else all ranks run all rows.
     scaling  One rank, the master, stores a new token's keys. Each block has the master with the
              most free slots, so a rank that joins (`grow`), empty, is the next one: no keys move.
-             If fewer ranks shall keep a prompt than compute it (`shrink`), they store the others'
+             If fewer ranks store a prompt than compute it (`shrink`), they store the other ranks'
              keys while these pass by on the ring (LoongServe, 4.1).
     lending  Requests with different home ranks can share a Ledger of the blocks that each rank
              lends to which other (Infinite-LLM's gManager).
@@ -62,8 +62,8 @@ def _check(condition: bool, message: str) -> None:
 
 class Ledger:
     """How many blocks each instance lends to each other one (Infinite-LLM's gManager, 5). An
-    instance uses its own blocks first and borrows the rest where most are free; a lender never
-    moves keys: it computes partial attention for the queries that the borrower sends."""
+    instance uses its own blocks first and borrows the rest where most are free. Keys never move:
+    the lender computes partial attention for the queries that the borrower sends."""
 
     def __init__(self, capacity: Sequence[int]):
         """capacity: blocks of each instance."""
@@ -71,6 +71,7 @@ class Ledger:
         self.blocks = Counter()  # in use, by (borrower, lender): an instance's own by (i, i)
 
     def free(self, lender: int) -> int:
+        """Blocks of an instance that are not in use."""
         _check(lender in self.capacity, f"instance {lender} is none of {[*self.capacity]}")
         used = sum(n for (_, owner), n in self.blocks.items() if owner == lender)
         return self.capacity[lender] - used
@@ -85,8 +86,9 @@ class Ledger:
     def borrow(self, borrower: int, n: int, lender: int | None = None) -> dict[int, int]:
         """Take n blocks, of one lender if given: {lender: blocks}. ValueError if fewer are free."""
         _check(n >= 0 and borrower in self.capacity, f"instance {borrower} asks for {n} blocks")
-        lenders = sorted(self.capacity, key=lambda i: (i != borrower, -self.free(i), i))
-        lenders, taken, missing = lenders if lender is None else [lender], {}, n
+        lenders, taken, missing = [lender], {}, n
+        if lender is None:
+            lenders = sorted(self.capacity, key=lambda i: (i != borrower, -self.free(i), i))
         for i in lenders:
             if share := min(self.free(i), missing):
                 taken[i], missing = share, missing - share
@@ -104,8 +106,8 @@ class Ledger:
         self.blocks += Counter()  # drops zeros
 
     def died(self, instance: int) -> dict[int, int]:
-        """Remove an instance, once or again. What it borrowed is free. Returns what others lose,
-        {borrower: blocks}: they must compute these tokens again."""
+        """Remove an instance; what it borrowed is free, and a second call changes nothing. Returns
+        {borrower: blocks} that others lose: they must compute these tokens again."""
         lost = {b: n for (b, lender), n in self.blocks.items() if lender == instance != b}
         self.blocks = Counter({k: n for k, n in self.blocks.items() if instance not in k})
         self.capacity.pop(instance, None)
@@ -123,7 +125,7 @@ def slots_per_rank(max_len: int, ranks: int, block_size: int = 16) -> int:
 
 
 class Call(NamedTuple):
-    """What a forward of the model does with its new tokens."""
+    """Where one forward pass of the model computes and stores its new tokens."""
 
     layout: str  # "tokens" or "rows": each rank runs its own; "replicated": all run all
     queries: list[Tensor]  # positions of each rank's tokens
@@ -219,7 +221,8 @@ class KVParallelCache:
         return [parts[r] for r in range(n)]
 
     def _owners(self, queries: list[Tensor]) -> Tensor:
-        """Members store the tokens that they compute, and an equal share of the other ranks'."""
+        """The rank that stores each token (T,): members those that they compute, and an equal share
+        of those that other ranks compute."""
         others = [at for r, at in enumerate(queries) if r not in self.members]
         stored = [(r, queries[r]) for r in self.members]
         if others:
@@ -228,7 +231,8 @@ class KVParallelCache:
         return torch.tensor([r for r, own in stored for _ in own])[at.argsort()]
 
     def _next_masters(self, T: int) -> Tensor:
-        """The rank of each of T tokens: one with the most free slots, until its block is full."""
+        """The rank that stores each of T tokens (T,): one with the most free slots, until its block
+        is full."""
         counts, room, masters = self.counts.copy(), self._room(), []
         for _ in range(T):
             if counts[self.master] % self.block_size == 0 or self.master not in self.members:
@@ -245,6 +249,7 @@ class KVParallelCache:
         return [min(more + -n % size, self.slots - n) for more, n in zip(free, self.counts)]
 
     def _set_counts(self, counts: list[int]) -> None:
+        """Set each rank's number of tokens; the ledger borrows or gives back whole blocks."""
         for rank, (old, new) in enumerate(zip(self.counts, counts)):
             blocks = math.ceil(new / self.block_size) - math.ceil(old / self.block_size)
             if blocks > 0:
@@ -298,6 +303,7 @@ class KVParallelCache:
         return [part.unflatten(2, t.shape[2:]) for part, t in zip(parts, tensors)]
 
     def _tensors(self, index: int) -> list[Tensor]:
+        """A layer's keys and values, or latents alone."""
         return [t[index] for t in (self.cache.k, self.cache.v) if t]
 
     def _store(self, index: int, at: Tensor, new: Sequence[Tensor]) -> None:

@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 
 from parallelism.cost_model import (
     GIB,
-    MEMORY_FRACTION,
     Device,
     Shape,
     load_device,
@@ -44,7 +43,6 @@ from parallelism.problem import block, is_count, is_positive, passes, read_probl
 from parallelism.schedules import Action, Costs, Schedule, balance, make_schedule, simulate
 from parallelism.training_plan import (
     LOGITS_BYTES,
-    RESERVED_BYTES,
     Plan,
     activation_bytes,
     divisors,
@@ -180,7 +178,7 @@ def module_options(
         for pp in divisors(shape.layers):
             plan = replace(base, pp=pp)
             size = sum(memory(shape, plan, seq, pp * samples).values())
-            if plan.gpus <= gpus and size <= MEMORY_FRACTION * device.memory:
+            if plan.gpus <= gpus and size <= device.usable_memory:
                 seconds = shape.layers / pp * layer + head
                 yield Option(plan.gpus, pp, seconds, f"--dp {dp} --tp {tp} --pp {pp}")
 
@@ -338,7 +336,7 @@ def activation_budget(shape: Shape, device: Device, counts: Sequence[int], dp: i
     ends = 2 if len(counts) == 1 and not shape.tied else 1
     layers = max(counts) * sum(layer_parameters(shape)) / shape.layers
     states = state_bytes(layers + ends * shape.dim * shape.vocab, dp, 1, gradient=4)
-    return MEMORY_FRACTION * device.memory - sum(states) - RESERVED_BYTES
+    return device.model_memory - sum(states)
 
 
 def dynapipe_report(args: argparse.Namespace) -> str:

@@ -107,7 +107,7 @@ def check_flags(args: argparse.Namespace, topics: list[str]) -> None:
 
 
 def plan_report(args: argparse.Namespace) -> str:
-    """The program's output for one model."""
+    """The plans of a model, and the run of the best one."""
     shape, device, gpus, seq, batch = parse_job(args)
     top, storage = parse_number(args.top), parse_number(args.storage)
     fixed = fixed_fields(args)
@@ -155,12 +155,16 @@ def details(device: Device, got: Prediction, run: dict[str, float]) -> str:
     ))  # fmt: skip
 
 
-def main(argv: list[str] | None = None) -> None:
-    args = parse_args(argv)
+def report(args: argparse.Namespace) -> str:
+    """The program's output. ValueError: a wrong flag, or nothing fits."""
     topics = [flag for flag in TOPICS if getattr(args, flag) not in (None, False)]
+    check_flags(args, topics)
+    return TOPICS[topics[0]].report(args) if topics else plan_report(args)
+
+
+def main(argv: list[str] | None = None) -> None:
     try:
-        check_flags(args, topics)
-        print((TOPICS[topics[0]].report if topics else plan_report)(args))
+        print(report(parse_args(argv)))
     except ValueError as e:
         sys.exit(f"planner.py: {e}")
 

@@ -48,7 +48,7 @@ from parallelism import (
     spindle,
     uneven_sharding,
 )
-from parallelism.cost_model import MEMORY_FRACTION, Device, Shape, require
+from parallelism.cost_model import Device, Shape, require
 from parallelism.training_plan import (
     RECOMPUTE,
     SIZES,
@@ -171,7 +171,7 @@ class Evaluations(dict):
     def __missing__(self, p: Plan) -> tuple[bool, float]:
         shape, seq, batch = self.job
         size = sum(memory(shape, p, seq, batch).values())
-        over = size > MEMORY_FRACTION * self.device.memory
+        over = size > self.device.usable_memory
         self[p] = over, size if over else self.predict(p).step
         return self[p]
 
@@ -271,7 +271,7 @@ def stage_choices(
             p = replace(plan, recompute=kind)
             ends = count_ends(shape, first, last)
             size = sum(stage_bytes(shape, p, seq, layers, ends, last, stored).values())
-            if size <= MEMORY_FRACTION * device.memory:
+            if size <= device.usable_memory:
                 found.append((stage_seconds(shape, device, p, seq, layers, last), kind))
         return min(found)
 

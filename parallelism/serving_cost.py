@@ -15,8 +15,8 @@ With a datasheet's Device the times are the lower bounds of the articles; `achie
 rates to cost_model.py's fractions, which are fitted to no serving benchmark. When it is wrong:
 engines bound by their CPU (scheduling, sampling and detokenization are not in it), eager kernels
 without CUDA graphs, experts with unbalanced or small matmuls, sliding windows (all layers attend to
-all keys). test_all.py checks it against the
-numbers of the articles and TensorRT-LLM's published tables. Needs: the standard library.
+all keys). test_all.py checks it against the numbers of the articles and TensorRT-LLM's published
+tables. Needs: the standard library.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from parallelism.cost_model import (
     HBM_EFFICIENCY,
     KERNEL_OVERHEAD,
     LINK_EFFICIENCY,
-    MEMORY_FRACTION,
     Device,
     Matrix,
     Shape,
@@ -41,6 +40,7 @@ from parallelism.cost_model import (
     parameters,
     ring,
     score_width,
+    send_seconds,
 )
 from parallelism.training_plan import LAYER_HBM_BYTES, ffn_width, layer_parameters
 
@@ -222,9 +222,7 @@ def collectives(shape: Shape, device: Device, layout: Layout, work: Work) -> dic
         dispatch = all_to_all(routed, p.ep, p.tp, device) + launch
         found["expert parallel"] = 2 * part * s.moe_layers * dispatch
     if p.pp > 1:
-        far = p.gpus > device.node
-        wire = device.network if far else device.nvlink
-        hop = device.alpha[far] + sent / p.tp / (LINK_EFFICIENCY * wire)
+        hop = send_seconds(sent / p.tp, device, far=p.gpus > device.node)
         found["stage to stage"] = hop + launch
     return found
 
@@ -279,8 +277,8 @@ def weight_bytes(shape: Shape, layout: Layout) -> float:
 
 
 def capacity(shape: Shape, device: Device, layout: Layout) -> int:
-    """Tokens in a replica's KV cache, in what the weights leave of MEMORY_FRACTION; 0 if the
+    """Tokens in a replica's KV cache, in what the weights leave of the usable memory; 0 if the
     weights do not fit."""
-    left = MEMORY_FRACTION * device.memory - weight_bytes(shape, layout)
+    left = device.usable_memory - weight_bytes(shape, layout)
     per_token = kv_bytes_per_token(shape, layout.kv) * kv_shard(shape, layout)
     return max(0, int(left / per_token)) * layout.ep

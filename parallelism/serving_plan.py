@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 
 from parallelism.cost_model import (
-    DEVICES, LINK_EFFICIENCY, Device, Shape, load_cluster, parameters, parse_number, require,
+    DEVICES, Device, Shape, load_cluster, parameters, parse_number, require, send_seconds,
 )  # fmt: skip
 from parallelism.serving_cost import (
     BYTES, Layout, Step, Work, achieved, capacity, critical_batch, decode_work, kv_bytes_per_token,
@@ -48,8 +48,8 @@ READS = {"model", "device", "gpus", "batch", "tp", "pp", "ep", "top"}  # of the 
 
 @dataclass(frozen=True)
 class Requests:
-    """What is served: tokens per prompt and per output, 2 or more; batch: sequences per replica,
-    None: as many as fit; slo: seconds to the first token, and per further token."""
+    """What is served. prompt, output: tokens of each, output 2 or more. batch: sequences per
+    replica; None: as many as fit. slo: seconds to the first token, and per further token."""
 
     prompt: int
     output: int
@@ -58,15 +58,15 @@ class Requests:
 
     @property
     def context(self) -> float:
-        """Keys that a token reads, mean over an output's decode steps: prompt + 1 to prompt +
-        output - 1."""
+        """Keys that a token reads: the mean of prompt + 1 to prompt + output - 1, its decode steps.
+        """
         return self.prompt + self.output / 2
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """n replicas of a layout: TTFT and time per token of a request in seconds; tokens/s of all
-    replicas' outputs, 0 if they only prefill."""
+    """Replicas of a layout. ttft, tpot: seconds to a request's first token, and per further token;
+    tokens_per_second: of all replicas' outputs, 0 if they only prefill."""
 
     layout: Layout
     replicas: int
@@ -95,11 +95,11 @@ def micro_batch(layout: Layout, asked: Requests, batch: int, mixed: bool) -> Wor
     and as many on each as on the fullest (vLLM pads the others). mixed: see decode; an output of n
     tokens has n - 1 decode steps, since its first token comes from the prefill."""
     running = layout.ep * max(1, -(-batch // layout.ep) / layout.pp)
-    work = decode_work(running, asked.context)
-    return work.plus(prefill_work(mixed * running / (asked.output - 1), asked.prompt))
+    arriving = running / (asked.output - 1) if mixed else 0
+    return decode_work(running, asked.context).plus(prefill_work(arriving, asked.prompt))
 
 
-def sequences(shape: Shape, device: Device, layout: Layout, asked: Requests) -> int:
+def sequences_that_fit(shape: Shape, device: Device, layout: Layout, asked: Requests) -> int:
     """How many fit in a replica at their full length, each on one of the ep ranks."""
     per_rank = capacity(shape, device, layout) // layout.ep
     return layout.ep * (per_rank // (asked.prompt + asked.output))
@@ -108,24 +108,22 @@ def sequences(shape: Shape, device: Device, layout: Layout, asked: Requests) -> 
 def largest_batch(
     shape: Shape, device: Device, layout: Layout, asked: Requests, mixed: bool
 ) -> int:
-    """Sequences that fit and keep the time per token; 0 if not one does, or fewer than asked
-    for."""
-    fits = sequences(shape, device, layout, asked)
-    if asked.batch is not None:
-        fits = asked.batch if asked.batch <= fits else 0
-    rates = achieved(device)
+    """Sequences that fit and meet the SLO's time per token: asked.batch or 0, or if it is None as
+    many as do."""
+    most, rates = sequences_that_fit(shape, device, layout, asked), achieved(device)
     tpot = lambda n: layout.pp * decode(shape, rates, layout, asked, n, mixed).total
+    too_slow = lambda n: tpot(n) > asked.slo[1]  # the larger the batch, the slower
     if asked.batch is None:
-        return bisect_left(range(1, fits + 1), True, key=lambda n: tpot(n) > asked.slo[1])
-    return fits if fits and tpot(fits) <= asked.slo[1] else 0
+        return bisect_left(range(1, most + 1), True, key=too_slow)
+    return 0 if asked.batch > most or too_slow(asked.batch) else asked.batch
 
 
 def predict(
     shape: Shape, device: Device, layout: Layout, asked: Requests, replicas: int = 1,
     mixed: bool = True,
 ) -> Prediction | None:  # fmt: skip
-    """A replica's prediction; None if the requests do not fit or miss the SLO. mixed: the replica
-    prefills too; otherwise its TTFT is not held to the SLO."""
+    """The prediction of replicas; None if the requests do not fit or miss the SLO. mixed: they
+    prefill too; otherwise the SLO's time to the first token does not apply."""
     batch, rates = largest_batch(shape, device, layout, asked, mixed), achieved(device)
     ttft = layout.pp * prefill(shape, rates, layout, asked.prompt).total
     if not batch or mixed and ttft > asked.slo[0]:
@@ -181,31 +179,42 @@ def rank_layouts(
 def no_room_reason(
     shape: Shape, device: Device, gpus: int, asked: Requests, fixed: dict
 ) -> str:
-    """Which no layout has: memory for the batch, or times within the SLO."""
+    """Why no layout serves the requests: too little memory for the batch, or too short an SLO."""
     possible = list(layouts(shape, device, gpus, fixed))
-    one = replace(asked, batch=asked.batch or 1, slo=Requests.slo)
-    times = [got for p in possible if (got := predict(shape, device, p, one))]
-    if not times:
-        room = lambda p: (sequences(shape, device, p, asked), capacity(shape, device, p) // p.ep)
-        best = max(possible, key=lambda p: (*room(p), -weight_bytes(shape, p)))
-        (fit, tokens), fewer = room(best), "a lower --batch, " * (one.batch > 1)
-        return (
-            f"a batch of {one.batch} with {asked.prompt + asked.output} tokens each does not fit: "
-            f"beside {weight_bytes(shape, best) / 1e9:.1f} GB of weights per GPU, {best} caches "
-            f"{tokens} tokens per rank, {fit} sequences; use more --gpus, {fewer}--quantize or "
-            "--kv-cache-dtype"
-        )
-    ttft, tpot = (min(getattr(got, name) for got in times) for name in ("ttft", "tpot"))
+    smallest = replace(asked, batch=asked.batch or 1, slo=Requests.slo)
+    fits = [got for p in possible if (got := predict(shape, device, p, smallest))]
+    if not fits:
+        return _memory_reason(shape, device, possible, smallest)
+    ttft, tpot = (min(getattr(got, name) for got in fits) for name in ("ttft", "tpot"))
     return (
         f"no layout meets --slo {asked.slo[0]:g}:{asked.slo[1]:g}: the shortest time to the first "
         f"token of any is {ttft:.3g} s, and per token {tpot:.3g} s"
     )
 
 
+def _memory_reason(
+    shape: Shape, device: Device, possible: list[Layout], asked: Requests
+) -> str:
+    """That the batch does not fit the layout with room for the most sequences."""
+
+    def room(p: Layout) -> tuple[int, int]:
+        fit = sequences_that_fit(shape, device, p, asked)
+        return fit, capacity(shape, device, p) // p.ep
+
+    best = max(possible, key=lambda p: (*room(p), -weight_bytes(shape, p)))
+    (fit, tokens), fewer = room(best), "a lower --batch, " * (asked.batch > 1)
+    return (
+        f"a batch of {asked.batch} with {asked.prompt + asked.output} tokens each does not fit: "
+        f"beside {weight_bytes(shape, best) / 1e9:.1f} GB of weights per GPU, {best} caches "
+        f"{tokens} tokens per rank, {fit} sequences; use more --gpus, {fewer}--quantize or "
+        "--kv-cache-dtype"
+    )
+
+
 @dataclass(frozen=True)
 class Pools:
-    """Replicas that prefill and replicas that decode; tokens/s of both together, TTFT with the
-    transfer of the KV cache."""
+    """Replicas that prefill and replicas that decode. ttft: with the transfer of the KV cache;
+    tokens_per_second: of the slower pool."""
 
     prefill: Prediction
     decode: Prediction
@@ -216,37 +225,47 @@ class Pools:
 def transfer_seconds(shape: Shape, device: Device, layout: Layout, prompt: int, far: bool) -> float:
     """To send a prompt's KV cache from all GPUs of a replica, over the network if far."""
     size = kv_bytes_per_token(shape, layout.kv) * prompt * kv_shard(shape, layout)
-    wire = LINK_EFFICIENCY * (device.network if far else device.nvlink)
-    return device.alpha[far] + size / wire
+    return send_seconds(size, device, far)
+
+
+def prefill_replica(
+    shape: Shape, device: Device, layout: Layout, asked: Requests, far: bool
+) -> tuple[Prediction, float] | None:
+    """(a replica that only prefills, its prompts/s); None if it cannot store one prompt per ep rank
+    and stage, or misses the SLO. far: the caches are sent over the network."""
+    p, one = layout, prefill(shape, achieved(device), layout, asked.prompt)
+    ttft = p.pp * one.total + transfer_seconds(shape, device, p, asked.prompt, far)
+    if capacity(shape, device, p) < asked.prompt * p.ep * p.pp or ttft > asked.slo[0]:
+        return None
+    return Prediction(p, 1, p.ep * p.pp, ttft, 0.0, 0.0, one.regime), p.ep / one.total
 
 
 def disaggregate(
     shape: Shape, device: Device, gpus: int, asked: Requests, **fixed: int | str
 ) -> Pools | None:
     """The two pools with the most tokens/s on at most `gpus` GPUs, over all pairs of layouts whose
-    replica divides `gpus`, and all replica counts; None if no pair fits. A pair's rate is the lower
-    of its pools', so the best number of prefill replicas is beside the point where they cross."""
-    far, rates, sides = gpus > device.node, achieved(device), ([], [])
-    for p in layouts(shape, device, gpus, fixed):
-        got = predict(shape, device, p, asked, mixed=False)
-        if got:
-            sides[1].append((p, got, got.tokens_per_second / asked.output))
-        one = prefill(shape, rates, p, asked.prompt)
-        ttft = p.pp * one.total + transfer_seconds(shape, device, p, asked.prompt, far)
-        if capacity(shape, device, p) >= asked.prompt * p.ep * p.pp and ttft <= asked.slo[0]:
-            got = Prediction(p, 1, p.ep * p.pp, ttft, 0.0, 0.0, one.regime)
-            sides[0].append((p, got, p.ep / one.total))
-    best = None
-    for (p, first, in_rate), (q, second, out_rate) in product(*sides):
-        most, left = (gpus - q.gpus) // p.gpus, lambda n: (gpus - n * p.gpus) // q.gpus
-        outrun = lambda n: n * in_rate >= left(n) * out_rate  # the decode pool is the slower one
-        cross = bisect_left(range(1, most + 1), True, key=outrun)
-        for n in range(max(1, cross), min(most, cross + 1) + 1):
-            rate = asked.output * min(n * in_rate, left(n) * out_rate)
-            if best is None or (rate, -first.ttft) > (best.tokens_per_second, -best.ttft):
-                pools = replace(first, replicas=n), replace(second, replicas=left(n))
-                best = Pools(*pools, first.ttft, rate)
-    return best
+    replica divides `gpus`, and all replica counts; None if no pair fits."""
+    possible, far = list(layouts(shape, device, gpus, fixed)), gpus > device.node
+    prefills = (prefill_replica(shape, device, p, asked, far) for p in possible)
+    decodes = (predict(shape, device, p, asked, mixed=False) for p in possible)
+    pairs = product(filter(None, prefills), filter(None, decodes))
+    found = (pools for pair in pairs for pools in splits(gpus, asked.output, *pair))
+    return max(found, key=lambda pools: (pools.tokens_per_second, -pools.ttft), default=None)
+
+
+def splits(
+    gpus: int, output: int, first: tuple[Prediction, float], second: Prediction
+) -> Iterator[Pools]:
+    """The best numbers of prefill and decode replicas on `gpus` GPUs are among these. Tokens/s are
+    those of the slower pool, so that the best split is beside the point where both are as fast."""
+    (one, in_rate), out_rate = first, second.tokens_per_second / output  # requests/s of a replica
+    p, q = one.layout.gpus, second.layout.gpus
+    most, left = (gpus - q) // p, lambda n: (gpus - n * p) // q
+    decode_is_slower = lambda n: n * in_rate >= left(n) * out_rate
+    cross = bisect_left(range(1, most + 1), True, key=decode_is_slower)
+    for n in range(max(1, cross), min(most, cross + 1) + 1):
+        rate = output * min(n * in_rate, left(n) * out_rate)
+        yield Pools(replace(one, replicas=n), replace(second, replicas=left(n)), one.ttft, rate)
 
 
 def dollars_per_million(gpus: int, price: float, tokens_per_second: float) -> float:
@@ -347,20 +366,18 @@ def as_json(gpus: int, price: float, found: list[Prediction], pools: Pools | Non
 
 def table(gpus: int, price: float, found: list[Prediction]) -> str:
     """One line per layout; regime: of a step with its share of the prompts."""
-    heads = ("tok/s", 10), ("tok/s/GPU", 11), ("$/M tok", 9), ("TTFT ms", 9), ("ms/tok", 9)
-    heads = *heads, ("batch", 8)
-    lines = ["".join(f"{head:>{width}}" for head, width in heads) + "  layout"]
+    times = f"{'TTFT ms':>9}{'ms/tok':>9}{'batch':>8}"
+    lines = [f"{'tok/s':>10}{'tok/s/GPU':>11}{'$/M tok':>9}{times}  layout"]
     for got in found:
         rate, cost = got.tokens_per_second, dollars_per_million(gpus, price, got.tokens_per_second)
-        cells = f"{rate:,.0f}", f"{rate / gpus:,.0f}", f"{cost:.3f}"
-        cells += f"{1e3 * got.ttft:.1f}", f"{1e3 * got.tpot:.2f}", str(got.batch)
-        numbers = "".join(f" {cell:>{width - 1}}" for cell, (_, width) in zip(cells, heads))
+        numbers = f" {rate:>9,.0f} {rate / gpus:>10,.0f} {cost:>8.3f}"
+        numbers += f" {1e3 * got.ttft:>8.1f} {1e3 * got.tpot:>8.2f} {got.batch:>7}"
         lines.append(f"{numbers}  {got.replicas} of {got.layout}: {got.regime}")
     return "\n".join(lines)
 
 
 def details(shape: Shape, device: Device, asked: Requests, got: Prediction) -> str:
-    """Of the best layout: memory, the operators of a prefill and a decode step, their seconds."""
+    """Of one layout: memory, the operators of a prefill and a decode step, their seconds."""
     p, rates = got.layout, achieved(device)
     heads = ("GFLOP", 10), ("MB", 10), ("FLOPs/byte", 12), ("ms", 9)
     lines = [
@@ -390,14 +407,14 @@ def pools_line(gpus: int, price: float, found: list[Prediction], pools: Pools | 
     if pools is None:
         return "disaggregated: no two pools fit, or none meet the SLO"
     first, second, rate = pools.prefill, pools.decode, pools.tokens_per_second
-    cost, times = dollars_per_million(gpus, price, rate), ["", ""]
+    cost, faster, shorter = dollars_per_million(gpus, price, rate), "", ""
     if found:
-        ratios = rate / found[0].tokens_per_second, second.tpot / found[0].tpot
-        times = [f" ({ratio:.3g}x colocated)" for ratio in ratios]
+        faster = f" ({rate / found[0].tokens_per_second:.3g}x colocated)"
+        shorter = f" ({second.tpot / found[0].tpot:.3g}x colocated)"
     return (
         f"disaggregated: {first.replicas} prefill of {first.layout}, {second.replicas} decode of "
         f"{second.layout}, batch {second.batch}\n"
-        f"{rate:,.0f} tok/s{times[0]}, "
+        f"{rate:,.0f} tok/s{faster}, "
         f"{cost:.3f} $/M tok, TTFT {1e3 * pools.ttft:.1f} ms with the transfer of the KV cache, "
-        f"{1e3 * second.tpot:.2f} ms/tok{times[1]}"
+        f"{1e3 * second.tpot:.2f} ms/tok{shorter}"
     )

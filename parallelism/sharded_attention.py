@@ -73,7 +73,8 @@ def partial_attention(
             empty = (bias[0] == -math.inf).all(-1)  # queries (T,) that see no key, now NaN
             o, lse = o.masked_fill(empty[:, None, None], 0), lse.masked_fill(empty, -math.inf)
         outs.append((o, lse))
-    return tuple(torch.cat(parts, dim) for parts, dim in zip(zip(*outs), (1, 2)))
+    o, lse = zip(*outs)
+    return torch.cat(o, 1), torch.cat(lse, 2)
 
 
 def _score_bias(spec: Any, q: Tensor, i: Tensor, j: Tensor) -> Tensor | None:
@@ -198,13 +199,7 @@ def sharded_attention(
         mode = "pass-kv" if small else "pass-q"
     if mode == "pass-kv":
         return _pass_kv(spec, q, at_q, kv, at_k, group, received)
-    n = max(map(len, at_q))
-    pad = lambda x: F.pad(x, (0, 0, 0, 0, 0, n - x.shape[1]))
-    queries = gather(pad(q), group).transpose(0, 1).flatten(1, 2)
-    i = torch.cat([F.pad(at, (0, n - len(at))) for at in at_q])
-    out = partial_attention(spec, queries, *keys_and_values(spec, kv), i, at_k[rank])
-    o, lse = exchange_outputs(*out, group, 1)
-    return o[:, : q.shape[1]], lse[:, :, : q.shape[1]]
+    return _pass_q(spec, q, at_q, kv, at_k[rank], group)
 
 
 def keys_and_values(spec: Any, kv: KV) -> KV:
@@ -229,9 +224,20 @@ def _pass_kv(
         if step:
             received(source, kv)
         more = partial_attention(spec, q, *keys_and_values(spec, kv), at_q[rank], at_k[source])
-        out = more if out is None else merge(*map(torch.stack, zip(out, more)))
+        out = more if out is None else merge(*(torch.stack(pair) for pair in zip(out, more)))
         kv = wait() if has_next else kv
     return out
+
+
+def _pass_q(
+    spec: Any, q: Tensor, at_q: Sequence[Tensor], kv: KV, own_at_k: Tensor, group: Group
+) -> tuple[Tensor, Tensor]:
+    n = max(map(len, at_q))
+    queries = gather(F.pad(q, (0, 0, 0, 0, 0, n - q.shape[1])), group).transpose(0, 1).flatten(1, 2)
+    i = torch.cat([F.pad(at, (0, n - len(at))) for at in at_q])
+    out = partial_attention(spec, queries, *keys_and_values(spec, kv), i, own_at_k)
+    o, lse = exchange_outputs(*out, group, 1)
+    return o[:, : q.shape[1]], lse[:, :, : q.shape[1]]
 
 
 def _ring_send_recv(tensors: KV, like: list[Tensor], group: Group) -> Callable[[], list[Tensor]]:

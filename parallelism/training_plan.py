@@ -50,6 +50,7 @@ from parallelism.cost_model import (
     KERNEL_OVERHEAD,
     LINK_EFFICIENCY,
     MEMORY_FRACTION,
+    RESERVED_BYTES,
     Device,
     Matrix,
     Shape,
@@ -73,7 +74,6 @@ LOSS_HBM_BYTES = 28  # HBM traffic per logit: bf16 and fp32 copies, softmax, its
 LOGITS_BYTES = 10  # memory per logit at the peak
 CAST_HBM_BYTES = 10  # HBM traffic per FP8 matmul output: amax, read, write; inputs and gradients
 ASYNC_TP_OVERLAP = 0.5  # hidden part of TP transfers: 1.09 to 1.16x in torchtitan's benchmark
-RESERVED_BYTES = 4 * GIB  # CUDA context, NCCL buffers, fragmentation
 RECOMPUTE = ("none", "selective", "full")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
 SIZES = ("dp", "tp", "cp", "pp", "ep", "zero", "micro", "chunks")
@@ -282,8 +282,8 @@ def activation_bytes(shape: Shape, recompute: str, compiled: bool) -> float:
     v_dim, qk = s.v_dim or s.head_dim, s.head_dim + s.rope_dim
     o, keys = s.heads * v_dim, (s.heads if s.kv_rank else s.kv_heads) * (qk + v_dim)
     if recompute == "selective":  # the input, o, lse and every second matmul
-        odd = s.mean(lambda all: sum(m.n * m.active_count for m in all[::2]))
-        return 2 * (C + o + odd) + 4 * s.heads
+        matmuls = s.mean(lambda matrices: sum(m.n * m.active_count for m in matrices[::2]))
+        return 2 * (C + o + matmuls) + 4 * s.heads
     inner, latents, copies = ffn_width(s), s.q_rank + s.kv_rank, s.experts_per_token * C
     gates = inner if s.gpt else 2 * inner
     saved = 4 * C + 2 * (s.heads * qk + keys + o + latents + gates) + 4 * s.heads
@@ -384,7 +384,7 @@ def matmul_seconds(shape: Shape, device: Device, tokens: float, plan: Plan) -> t
         moved = 2 * (weights + tokens * m.active_count * (m.k + m.n)) / plan.tp
         return max(flops / rate, moved / (HBM_EFFICIENCY * device.hbm)) + KERNEL_OVERHEAD
 
-    mean = lambda part: shape.mean(lambda all: sum(seconds(m) for m in all[part]))
+    mean = lambda part: shape.mean(lambda matrices: sum(map(seconds, matrices[part])))
     return mean(slice(None)), mean(slice(1, None, 2))
 
 
@@ -403,7 +403,7 @@ def layer_seconds(shape: Shape, device: Device, seq: int, plan: Plan) -> dict[st
         for part, rate in zip((1, 2.5), rates)
     )
     routed = C * shape.experts_per_token * moe  # elements per token, permuted and unpermuted
-    outputs = shape.mean(lambda all: sum(m.n * m.active_count for m in all))
+    outputs = shape.mean(lambda matrices: sum(m.n * m.active_count for m in matrices))
     cast = CAST_HBM_BYTES / 2 * outputs if p.fp8 else 0
     hbm = HBM_EFFICIENCY * device.hbm
     elementwise, elementwise_back = (
@@ -442,7 +442,8 @@ def head_seconds(shape: Shape, device: Device, tokens: float) -> float:
 
 
 def hop_seconds(shape: Shape, device: Device, tokens: float, stride: int) -> float:
-    """Seconds to send the activations of `tokens` to the next stage, `stride` ranks away."""
+    """Seconds to send the activations of `tokens` to the next stage, `stride` ranks away; the
+    latency is the network's, also within a node."""
     wire = device.network if stride >= device.node else device.nvlink
     return device.alpha[1] + 2 * shape.dim * tokens / (LINK_EFFICIENCY * wire)
 
@@ -550,7 +551,7 @@ def rank_plans(
     there is none: what is not divisible, or how much memory the smallest plan lacks."""
     possible = possible_plans(shape, device, gpus, seq, batch, **fixed)
     needs = [(sum(memory(shape, p, seq, batch).values()), p) for p in possible]
-    budget = MEMORY_FRACTION * device.memory
+    budget = device.usable_memory
     found = [predict(shape, device, p, seq, batch) for need, p in needs if need <= budget]
     if found:
         return sorted(found, key=lambda got: (got.step, got.bytes))

@@ -32,19 +32,10 @@ from parallelism.auto_sharding import (
     operator_seconds,
     reshard_transfers,
 )
-from parallelism.cost_model import (
-    DEVICES,
-    LINK_EFFICIENCY,
-    MEMORY_FRACTION,
-    Device,
-    Shape,
-    load_shape,
-    require,
-)
+from parallelism.cost_model import DEVICES, LINK_EFFICIENCY, Device, Shape, load_shape, require
 from parallelism.solvers import IntegerProgram
 from parallelism.training_plan import (
     LOGITS_BYTES,
-    RESERVED_BYTES,
     activation_bytes,
     count_ends,
     divisors,
@@ -135,9 +126,9 @@ class Cluster:
     def bytes(self, g: int) -> tuple[float, float, float]:
         """Of GPU g: what it has free, what a weight needs, what its share of the rest needs."""
         s = self.shape
-        free = MEMORY_FRACTION * self.devices[g].memory - RESERVED_BYTES
         saved = s.layers * activation_bytes(s, "full", True) + activation_bytes(s, "none", True)
         ends = 18 * count_ends(s, True, True) * s.dim * s.vocab
+        free = self.devices[g].model_memory
         return free, 18 * s.layers, self.tokens * (saved + LOGITS_BYTES * s.vocab) + ends
 
     def choose(self, ratios: Sequence[float]) -> list[str]:
