@@ -34737,7 +34737,7 @@ TRAIN_BAD = {  # flags -> words of the error, separated by "|"
     "--data {folder}/short.txt": "--data",
     "--data {corpus} --data {corpus}=2": "corpus.jsonl=2|twice",
     "--model huge": "--model huge|small",
-    "--init {plain} --model draft": "--init|--model draft",
+    "--init {plain} --model draft": "--init|--model",
     "--resume --out {plain} --model draft": "--model draft|differs from the run's|omit it",
     "--device cuda:7": "--device cuda:7",
     "--resume": "--resume|nothing was saved",
