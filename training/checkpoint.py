@@ -179,7 +179,7 @@ def flat_regions(shape: Sequence[int], elements: range) -> list[Block]:
     [((0, 2), slice(0, 1), (1, 1)), ((1, 0), slice(1, 7), (2, 3)), ((3, 0), slice(7, 8), (1, 1))]
     """
     if not shape:
-        return [((), slice(0, 1), ())]
+        return [((), slice(0, 1), ())] if elements else []
     row_size, blocks, start = math.prod(shape[1:]), [], elements.start
     while start < elements.stop:
         row, column = divmod(start, row_size)

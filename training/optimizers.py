@@ -26,8 +26,7 @@ schedulers: a function of the step has no state to save.
 Hooks: none. Inputs are parameters, names, shapes and numbers; optimizers have torch.optim's API.
 Equivalence (test_all.py): a StochasticAdamW step equals torch's fp32 AdamW in the mean over seeds
 and depends only on (seed, step, parameter), so that a resumed run equals the uninterrupted one bit
-for bit; ChainedOptimizer's steps are those of its optimizers; with mup_factors a model's best
-learning rate is that of one 8 times as wide, without them 8 times as large. Needs: torch.
+for bit; ChainedOptimizer's steps are those of its optimizers. Needs: torch.
 `python training/optimizers.py` checks itself and prints a table.
 """
 

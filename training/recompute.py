@@ -38,9 +38,9 @@ of down, which no backward pass needs.
 `saved_bytes` measures what a forward pass saves, and `choose_modes` finds the modes with the fewest
 recomputed FLOPs within a memory budget. Hooks: a block's forward, and for attention the `attend`
 argument. Equivalence (test_all.py): losses and gradients in every mode equal those of none, bit for
-bit, with dropout, autocast, fully_shard, tensor parallelism and block.compile(). Exception: if
-several passes share one autocast context, selective accumulates a weight's gradients in fp32 and
-not in autocast's dtype. Needs: torch.
+bit, with dropout, autocast and block.compile(); with fully_shard and tensor parallelism up to
+rounding. Exception: if several passes share one autocast context, selective accumulates a weight's
+gradients in fp32 and not in autocast's dtype. Needs: torch.
 `python training/recompute.py` checks itself and prints a table.
 """
 
@@ -60,7 +60,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -101,9 +100,9 @@ non_reentrant_checkpoint = partial(checkpoint, use_reentrant=False)
 def checkpoint_wrapper(forward: Forward, mode: str, save: Iterable[Any] = ()) -> Forward:
     """A block's forward(x, *rest_args) with activation checkpointing; same outputs and gradients.
 
-    attention: checkpoints every callable in `rest_args` (the attend hook), or if there is none each
-    call of F.scaled_dot_product_attention. save: additional operators (torch.ops) whose outputs
-    selective saves. ValueError for an unknown mode, and for sqrt, which needs several blocks.
+    attention: checkpoints every callable in `rest_args` (the attend hook). save: additional
+    operators (torch.ops) whose outputs selective saves. ValueError for an unknown mode, and for
+    sqrt, which needs several blocks.
     """
     if mode == "sqrt":
         raise ValueError("mode sqrt is for groups of blocks, not for one: use layer_groups(blocks)")
@@ -143,19 +142,7 @@ def _selective(
     return non_reentrant_checkpoint(forward, x, *rest_args, context_fn=context_fn)
 
 
-class _CheckpointSDPA(TorchFunctionMode):
-    """Checkpoints each call of F.scaled_dot_product_attention."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        run = F.scaled_dot_product_attention
-        call = partial(non_reentrant_checkpoint, func) if func is run else func
-        return call(*args, **(kwargs or {}))
-
-
 def _checkpoint_attention(forward: Forward, x: Tensor, *rest_args: Any) -> Tensor:
-    if not any(callable(arg) for arg in rest_args):
-        with _CheckpointSDPA():
-            return forward(x, *rest_args)
     run = non_reentrant_checkpoint
     return forward(x, *(partial(run, arg) if callable(arg) else arg for arg in rest_args))
 

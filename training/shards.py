@@ -11,7 +11,7 @@ When it loses: a sorted source stays roughly sorted in its first epoch, which sh
 at a time.
 
 Equivalence (test_all.py): a shard folder is the same to the byte with 0, 1 or n workers,
-uninterrupted or after kill -9. Part of train.py. Needs POSIX locks.
+uninterrupted or continued after a failure. Part of train.py. Needs POSIX locks.
 """
 
 from __future__ import annotations

@@ -157,10 +157,10 @@ def run(config: TrainConfig, lrs: Sequence[float], widths: Sequence[int]) -> dic
         raise ValueError("--model has MoE layers; trials need a dense one")
     config.mup_base = min(widths) if {*widths} != {full.dim} else None
     models = {width: scaled_to_width(full, width) for width in widths}
+    layouts = {w: ParallelDims(config, m, 1, env.device.type) for w, m in models.items()}  # checks
     dataset, losses = build_dataset(config, full, env), {}
-    for width, model_cfg in models.items():
-        layout = ParallelDims(config, model_cfg, 1, env.device.type)
-        model = allocate(meta_model(model_cfg), "cpu", torch.float32)
+    for width, layout in layouts.items():
+        model = allocate(meta_model(models[width]), "cpu", torch.float32)
         layout.init_weights_(model, config.seed)
         base = config.mup_base
         scale = lambda n, p: mup_factors(n, p.shape, width, base)[1] if base else 1.0
