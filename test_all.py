@@ -7892,8 +7892,8 @@ def spec_p_value(rule, tree, p, q, b, seed, greedy_draft=False) -> float:
     return min(p_values)
 
 
-SPEC_CHAINS = [(-1, 0), (-1, 0, 1)]
-SPEC_TREES = [(-1, -1, 0, 0, 1, 2), (-1, -1, -1, 0, 0, 1, 3), (-1, 0, 0, 0, 1)]
+SPEC_CHAINS = [(-1, 0, 1)]
+SPEC_TREES = [(-1, -1, -1, 0, 0, 1, 3), (-1, 0, 0, 0, 1)]
 SPEC_WRONGS = ", from p, target alone, absolute, bonus from the row before, shifted, inverse"
 SPEC_WRONG_IN_TREES = ", p not normalised, q not normalised, with replacement"
 SPEC_WRONG_IF_SAMPLED = "target alone", "q not normalised", "with replacement"
@@ -8689,8 +8689,9 @@ def test_moe_experts_equal_the_loop(backend, seed):
     """Output and gradients of random sizes, layouts and subsets of inputs that require gradients,
     with every load, also without tokens."""
     r, reference = random.Random(seed), partial(moe_loop, loop=O.experts_reference)
-    c, f, e = r.randint(1, 96), r.randint(1, 96), r.choice([1, 2, 5, 17, 40])
-    n = 0 if seed == 2 else r.choice([1, 2, r.randint(3, 60), r.randint(60, 200)])
+    is_large = seed % 2 == 1
+    c, f, e = r.randint(1, 80), r.randint(1, 80), r.choice([1, 3, 5, 40 if is_large else 9])
+    n = 0 if seed == 2 else r.randint(1, 200 if is_large else 40)
     args = moe_inputs(seed, n, c, f, e, r.randint(1, min(e, 6)), MOE_LOADS[seed // 2])
     inputs = [r.choice([lambda t: t, moe_gaps, moe_transposed])(t) for t in args]
     wanted = tuple(name for name in MOE_LEAVES if r.random() < 0.7)
