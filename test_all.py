@@ -12305,7 +12305,7 @@ SCHEMA_TEXTS = [  # a schema, texts that are valid JSON under it, and others
     ({"anyOf": [{"type": "null"}, {"$ref": "#/$defs/x"}], "$defs": {"x": {"const": 3}}},
      ["null", "3"], ["33", ""]),
     ({"items": False}, ["[]"], ["[1]"]),
-    ({"items": {"items": {"const": 1}}}, ["[]", "[[]]", "[[1,1],[]]"], ["[1]", "[[],]", "[[1 ,1]]"]),
+    ({"items": {"items": {"const": 1}}}, ["[]", "[[]]", "[[1,1],[]]"], ["[1]", "[[],]", "[[1 1]]"]),
     ({"additionalProperties": False}, ["{}"], ['{"a":1}']),
     ({"additionalProperties": {"type": "null"}}, ["{}", '{"a":null,"b":null}'], ['{"a":1}', "{,}"]),
     ({"type": "object"}, ['{"a":[{"b":-1},"c"],"d":{}}'], ['{"a":[[[1]]]}', "[]", '{"a"}']),
