@@ -8481,6 +8481,26 @@ for dtype, value in ((torch.float32, math.nan), (torch.bfloat16, INF), (torch.fl
     hostile[37, 2] = hostile[23, 7] = value
     first = r"^(?!.*37).*logits.*\b23\b"  # the first token that is not finite
     REFUSED[f"moe: route, a logit of {value}"] = partial(O.route, hostile, 2), first
+    REFUSED[f"moe: expert_choice, a logit of {value}"] = partial(O.expert_choice, hostile, 2), first
+for n in (0, 41):
+    call = partial(O.expert_choice, MOE_LOGITS, n)
+    REFUSED[f"moe: expert_choice, capacity {n}"] = call, rf"capacity.*{n}"
+for factor in (0, -1.0, INF):
+    call = partial(O.expert_capacity, 8, 2, 4, factor)
+    REFUSED[f"moe: expert_capacity, factor {factor}"] = call, "factor"
+REFUSED["moe: expert_capacity of 0"] = partial(O.expert_capacity, 8, 2, 0, 1.0), "n_experts"
+MOE_NO_IDS = torch.zeros(2, 1), torch.zeros(2, 1, dtype=torch.long), 4
+REFUSED |= {
+    "moe: limit_capacity, capacity": (lambda: O.limit_capacity(*MOE_NO_IDS, 0), "capacity"),
+    "moe: limit_capacity, by": (lambda: O.limit_capacity(*MOE_NO_IDS, 1, by="id"), r"by.*id"),
+}
+
+
+def test_moe_expert_capacity():
+    """Slots per expert, rounded up, at least one."""
+    table = {(8, 2, 4, 1.25): 5, (9, 1, 4, 1): 3, (1, 1, 64, 0.001): 1, (0, 2, 4, 1): 1}
+    got = {sizes: O.expert_capacity(*sizes) for sizes in table}
+    assert got == table and all(type(n) is int for n in got.values())
 
 
 def moe_ids(pattern: str, n: int, k: int, e: int, g: torch.Generator) -> torch.Tensor:
@@ -8500,6 +8520,53 @@ def moe_ids(pattern: str, n: int, k: int, e: int, g: torch.Generator) -> torch.T
         "holes": ids.masked_fill(torch.rand(ids.shape, generator=g) < 0.4, -1),
         "random": ids,
     }[pattern]
+
+
+@pytest.mark.parametrize("by", ["order", "weight"])
+def test_moe_limit_capacity_drops_the_right_slots(by):
+    """Each expert keeps its first slots, or its heaviest, with many ties; the kept slots, and only
+    they, keep their weights and get gradients. By order is the default."""
+    for seed in range(60):
+        r, g = random.Random(seed), seeded(seed)
+        n, k, n_experts = r.randint(0, 12), r.randint(1, 4), r.randint(1, 7)
+        weights = (torch.randint(0, 4, (n, k), generator=g) / 4).requires_grad_()
+        ids = moe_ids(r.choice(["random", "holes", "twice", "none"]), n, k, n_experts, g)
+        before, capacity, kept = ids.clone(), r.choice([1, 2, 3, 5, 100]), torch.zeros_like(ids)
+        for e in range(n_experts):
+            slots = [tuple(s) for s in (ids == e).nonzero().tolist()]
+            if by == "weight":
+                slots.sort(key=lambda s: (-weights[s].item(), s))
+            for s in slots[:capacity]:
+                kept[s] = 1
+        options = dict(by=by) if by == "weight" else {}
+        got_weights, got_ids = O.limit_capacity(weights, ids, n_experts, capacity, **options)
+        got_weights.sum().backward()
+        assert torch.equal(got_ids, ids.where(kept > 0, -1)) and torch.equal(ids, before)
+        assert torch.equal(got_weights, weights * kept) and torch.equal(weights.grad, kept.float())
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_moe_expert_choice_equals_plain_python(scoring):
+    """Each expert selects the tokens of its highest scores, which are the weights, in fp32; the
+    logits get the gradient of these scores. softmax is the default."""
+    options = dict(scoring=scoring) if scoring == "sigmoid" else {}
+    for n, n_experts in ((1, 1), (9, 4), (17, 6), (5, 16)):
+        for capacity in {1, max(1, n // 2), n}:
+            logits = (torch.randn(n, n_experts, generator=seeded(n)) * 2).requires_grad_()
+            weights, ids = O.expert_choice(logits, capacity, **options)
+            exact = logits.detach().double().requires_grad_()
+            scores = exact.softmax(-1) if scoring == "softmax" else exact.sigmoid()
+            mask = torch.zeros(n, n_experts, dtype=torch.bool)
+            for e in range(n_experts):
+                mask[sorted(range(n), key=lambda t: -scores[t, e].item())[:capacity], e] = True
+            assert torch.equal(ids, torch.arange(n_experts).where(mask, -1))
+            assert O.count_experts(ids, n_experts).tolist() == [capacity] * n_experts
+            coefficients = torch.randn(n, n_experts, generator=seeded(1))
+            (weights * coefficients).sum().backward()
+            (scores * mask * coefficients).sum().backward()
+            close(weights, scores * mask, 1e-6)
+            close(logits.grad, exact.grad, 1e-6)
+        assert O.expert_choice(logits.detach().bfloat16(), 1, **options)[0].dtype == torch.float32
 
 
 # ---- load balancing ----
@@ -8822,6 +8889,22 @@ def test_moe_linear_is_called_by_the_experts():
         assert relative(O.grouped_experts(*args, backend=backend, linear=linear), want) < 1e-5
         used = [(e, n, up) for e, n in enumerate(counts.tolist()) if n for up in (True, False)]
         assert calls == used
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 7, 60])
+def test_moe_padded_experts_equal_grouped_experts_with_limited_capacity(capacity):
+    """Output and gradients, slots dropped by order; also without tokens."""
+    for pattern in ("random", "holes", "twice", "one", "none"):
+        args = moe_inputs(19, 20, 16, 8, 4, 3, pattern)
+
+        def limited(x, weights, ids, *stacks):
+            weights, ids = O.limit_capacity(weights, ids, 4, capacity)
+            return MOE_BACKENDS["torch"](x, weights, ids, *stacks)
+
+        with moe_nan_filled_memory():
+            got = moe_outcome(lambda *a: O.padded_experts(*a, capacity), args)
+        moe_assert_close(got, moe_outcome(limited, args))
+    assert O.padded_experts(*moe_inputs(19, 0, 16, 8, 4, 3), capacity).shape == (0, 16)
 
 
 def moe_call(backend="auto", **changes):
