@@ -186,20 +186,19 @@ class Tree:
         return mask
 
 
-def best_tree(acceptance: Sequence[float], nodes: int, depth: int | None = None) -> Tree:
+def best_tree(acceptance: Sequence[float], nodes: int) -> Tree:
     """The tree of `nodes` nodes with the most accepted tokens on average, if a node's child of rank
     r is accepted with probability acceptance[r], descending: a node's value is the product along
     its path, and the best are added greedily (Sequoia, arXiv:2402.12374, without depth terms)."""
     found: list[tuple[int, int, int]] = []  # (depth, parent's number in this list or -1, rank)
-    heap = [(-acceptance[0], 1, -1, 0)] if nodes and depth != 0 else []
-    while heap and len(found) < nodes:
+    heap = [(-acceptance[0], 1, -1, 0)]
+    while len(found) < nodes:
         value, level, parent, rank = heapq.heappop(heap)
         found.append((level, parent, rank))
         of_parent = value / acceptance[rank] if acceptance[rank] else 0.0
         if rank + 1 < len(acceptance):
             heapq.heappush(heap, (of_parent * acceptance[rank + 1], level, parent, rank + 1))
-        if depth is None or level < depth:
-            heapq.heappush(heap, (value * acceptance[0], level + 1, len(found) - 1, 0))
+        heapq.heappush(heap, (value * acceptance[0], level + 1, len(found) - 1, 0))
     number, parents = {-1: -1}, []
     order = sorted(range(len(found)), key=lambda i: found[i][0])  # stable: siblings by rank
     for new, i in enumerate(order):

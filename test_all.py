@@ -77,7 +77,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import FrozenInstanceError, asdict, astuple, dataclass, replace
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from datetime import date, timedelta
+from datetime import timedelta
 from fractions import Fraction
 from functools import cache, lru_cache, partial, partialmethod, reduce
 from graphlib import CycleError, TopologicalSorter
@@ -7267,37 +7267,28 @@ def spec_p_value(rule, tree, p, q, b, seed, greedy_draft=False) -> float:
     return min(p_values)
 
 
-SPEC_CHAINS = [(-1,), (-1, 0), (-1, 0, 1)]
-SPEC_TREES = [(-1, -1, 0, 0, 1, 2), (-1, -1, -1, 0, 0, 1, 3), (-1, 0, 0, 0, 1), (-1, -1, -1, -1)]
+SPEC_CHAINS = [(-1, 0, 1)]
+SPEC_TREES = [(-1, -1, -1, 0, 0, 1, 3), (-1, 0, 0, 0, 1)]
+SPEC_WRONGS = ", from p, target alone, absolute, bonus from the row before, shifted, inverse"
+SPEC_WRONG_IN_TREES = ", p not normalised, q not normalised, with replacement"
+SPEC_WRONG_IF_SAMPLED = "target alone", "q not normalised", "with replacement"
 
 
 @pytest.mark.parametrize("greedy_draft", [False, True])
 @pytest.mark.parametrize("parents", SPEC_CHAINS + SPEC_TREES)
 def test_spec_rules_preserve_the_distribution(parents, greedy_draft):
-    """All tokens of a step follow the target exactly, for any zeros in p and q."""
+    """All tokens of a step follow the target exactly, for any zeros in p and q; so do those of the
+    reference, and those of nine plausible mistakes do not."""
     tree, is_chain = E.Tree(parents), parents in SPEC_CHAINS
-    for keep_p, keep_q in [(None, None), (3, 4), *[(3, 2), (1, 4), (4, 1)][: 3 * is_chain]]:
+    for keep_p, keep_q in [(3, 4), *[(3, 2), (1, 4), (4, 1)][: 3 * is_chain], (None, None)]:
         p, q = spec_tables(5, 4, 61, keep_p), spec_tables(5, 4, 62, keep_q)
         for rule in [spec_accept, E.accept_tree] if is_chain else [E.accept_tree]:
             assert spec_p_value(rule, tree, p, q, 20_000, 63, greedy_draft) > SPEC_RIGHT
     if is_chain and not greedy_draft:
         assert spec_p_value(spec_one_by_one, tree, p, q, 3_000, 24) > SPEC_RIGHT
-
-
-SPEC_WRONGS = "from p, target alone, absolute, bonus from the row before, shifted, inverse"
-SPEC_WRONG_IN_TREES = ", p not normalised, q not normalised, with replacement"
-SPEC_WRONG_IF_SAMPLED = "target alone, q not normalised, with replacement"
-
-
-@pytest.mark.parametrize("greedy_draft", [False, True])
-@pytest.mark.parametrize("parents", [SPEC_CHAINS[1], *SPEC_TREES[:3]])
-def test_spec_wrong_rules_fail_the_check(parents, greedy_draft):
-    """The check passes the reference and none of nine plausible mistakes."""
-    p, q, tree = spec_tables(5, 4, 61), spec_tables(5, 4, 62), E.Tree(parents)
-    wrongs = SPEC_WRONGS + (SPEC_WRONG_IN_TREES if parents in SPEC_TREES else "")
-    for wrong in ("", *wrongs.split(", ")):
-        rule = partial(spec_rule, wrong=wrong)
-        if not wrong or not greedy_draft or wrong not in SPEC_WRONG_IF_SAMPLED:
+    for wrong in (SPEC_WRONGS + SPEC_WRONG_IN_TREES * (not is_chain)).split(", "):
+        if not greedy_draft or wrong not in SPEC_WRONG_IF_SAMPLED:
+            rule = partial(spec_rule, wrong=wrong)
             found = spec_p_value(rule, tree, p, q, 20_000, 63, greedy_draft)
             assert found < SPEC_WRONG if wrong else found > SPEC_RIGHT, wrong
 
@@ -7381,7 +7372,21 @@ def spec_check(c: SimpleNamespace) -> torch.Tensor:
     assert torch.equal(torch.get_rng_state(), before)
     for x, y in zip(c.rows, copies, strict=True):
         assert x is None or torch.equal(x.nan_to_num(), y.nan_to_num())
+    if c.one_hot and c.greedy_draft and c.broken is None:
+        spec_check_matches(c, *expected[:2])
     return expected[1]
+
+
+def spec_check_matches(c: SimpleNamespace, path: torch.Tensor, n: torch.Tensor) -> None:
+    """Where the target is certain, verification of the tokens that it samples accepts the same."""
+    sampled, tokens = c.rows[0].argmax(-1), c.rows[2]
+    whole = c.lengths == len(c.tree.parents)
+    got = E.match_tree(sampled[whole], tokens[whole], c.tree)
+    assert got[0].dtype == got[1].dtype == torch.long
+    assert torch.equal(got[0], path[whole]) and torch.equal(got[1], n[whole])
+    if c.is_chain:
+        assert torch.equal(E.count_matches(sampled, tokens, c.lengths), n)
+        assert torch.equal(E.count_matches(sampled[whole], tokens[whole]), n[whole])
 
 
 SPEC_CORNERS = [
@@ -7483,45 +7488,6 @@ for bad in (0.0, math.nan):
     )
 
 
-@pytest.mark.parametrize(
-    "shapes",  # target, draft, uniform, tokens, instead of 2,4,5 2,3,5 2,3 2,3
-    "2,3,5 2,3,5 2,3 2,3;2,4,5 2,1,5 2,3 2,3;2,4,5 2,3,4 2,3 2,3;2,4,5 2,3,5 2,3 2,2;"
-    "2,4,5 2,3,5 2,2 2,3;1,4,5 2,3,5 2,3 2,3;"
-    "2,3,5 2,4,5 2,3 2,3 tree;2,4,5 2,2,5 2,3 2,3 tree;2,4,5 2,4,5 2,3 2,2 tree".split(";"),
-)
-def test_spec_rules_do_not_broadcast(shapes):
-    """accept and accept_tree fail on a target, draft, uniform or tokens of another shape."""
-    target, draft, uniform, tokens = spec_of_shapes(shapes.removesuffix(" tree"))
-    rule = partial(E.accept_tree, tree=E.Tree((-1, -1, 0))) if "tree" in shapes else E.accept
-    with pytest.raises((RuntimeError, IndexError)):
-        rule(target, draft, tokens, uniform)
-
-
-def test_spec_matches_equal_the_reference():
-    """Drafts against sampled tokens: the path and n of spec_rule with a target that is certain of
-    these tokens; of a chain, also up to each row's length."""
-    rng, seen = random.Random(3), Counter()
-    for seed in range(80):
-        tree = spec_random_tree(rng, rng.randint(1, 12), 3, 5)
-        tree = E.Tree.chain(seed % 8) if seed % 2 else tree
-        nodes = len(tree.parents)
-        tokens = torch.zeros(30, nodes, dtype=torch.long)
-        for r, parent in product(range(30), set(tree.parents)):  # siblings differ
-            children = [c for c in range(nodes) if tree.parents[c] == parent]
-            tokens[r, children] = torch.tensor(rng.sample(range(3), len(children)))
-        sampled = torch.randint(0, 4, (30, nodes + 1), generator=seeded(seed))
-        rows = F.one_hot(sampled, 4), None, tokens, torch.full(tokens.shape, 0.5)
-        path, n = E.match_tree(sampled, tokens, tree)
-        assert path.dtype == n.dtype == torch.long
-        assert all(map(torch.equal, (path, n), spec_rule(*rows, tree)))
-        seen.update(n.tolist())
-        if seed % 2:
-            lengths = torch.arange(30) % (nodes + 1)
-            assert torch.equal(E.count_matches(sampled, tokens), n)
-            assert torch.equal(E.count_matches(sampled, tokens, lengths), n.minimum(lengths))
-    assert min(seen[i] for i in range(4)) > 15
-
-
 def test_spec_tree_properties():
     """depths, ranks and mask of random trees and of chains equal their definitions; trees are
     immutable, hashable and compared by their parents."""
@@ -7548,18 +7514,18 @@ for parents in [(0,), (-2,), (-1, 1), (-1, 2, 0), (-1, -2), (5, -1), (1, -1)]:
     REFUSED[f"Tree: parents {parents}"] = partial(E.Tree, parents), r"parents\[\d\] must .*-?\d"
 
 
-def spec_all_trees(nodes: int, ranks: int, depth: int) -> set[frozenset]:
-    """Every prefix-closed, rank-closed set of `nodes` rank paths, or of the most that fit."""
-    sets = {frozenset()}
+def spec_all_trees(nodes: int, ranks: int) -> set[frozenset]:
+    """Every prefix-closed, rank-closed set of `nodes` rank paths."""
+    trees = {frozenset()}
     for _ in range(nodes):
         grown = set()
-        for tree in sets:
+        for tree in trees:
             for path in [(), *tree]:
                 rank = sum(1 for x in tree if len(x) == len(path) + 1 and x[:-1] == path)
-                if rank < ranks and len(path) < depth:
+                if rank < ranks:
                     grown.add(tree | {(*path, rank)})
-        sets = grown or sets
-    return sets
+        trees = grown
+    return trees
 
 
 @pytest.mark.parametrize(
@@ -7567,12 +7533,11 @@ def spec_all_trees(nodes: int, ranks: int, depth: int) -> set[frozenset]:
     [(0.9,), (0.6, 0.3), (0.5, 0.45), (0.7, 0.2, 0.05), (0.34, 0.33, 0.32), (0.9, 0.0)],
 )
 def test_spec_best_tree_equals_brute_force(acceptance):
-    """No prefix-closed tree of as many nodes has more expected accepted tokens; depth is respected,
-    and where fewer nodes fit, all that fit are used."""
+    """No prefix-closed tree of as many nodes has more expected accepted tokens."""
     value_of = lambda paths: sum(math.prod(acceptance[r] for r in path) for path in paths)
-    for nodes, depth in product(range(7), (None, 1, 2, 3)):
-        every = spec_all_trees(nodes, len(acceptance), nodes if depth is None else depth)
-        tree, paths = E.best_tree(acceptance, nodes, *([] if depth is None else [depth])), {-1: ()}
+    for nodes in range(7):
+        every = spec_all_trees(nodes, len(acceptance))
+        tree, paths = E.best_tree(acceptance, nodes), {-1: ()}
         for i, (parent, rank) in enumerate(zip(tree.parents, tree.ranks, strict=True)):
             paths[i] = (*paths[parent], rank)
         assert frozenset(paths.values()) - {()} in every
@@ -7872,20 +7837,6 @@ def test_moe_route_equals_plain_python():
         moe_check_route(O.route, *moe_draw_routing(seed))
 
 
-MOE_ROUTE_MISTAKES = [dict(bias=None), dict(scale=1.0), dict(group_score_topk=1)]
-MOE_ROUTE_MISTAKES += [dict(renormalize=False), dict(scoring="softmax")]
-MOE_ROUTE_MISTAKES += [dict(n_groups=1, topk_groups=1)]
-
-
-@pytest.mark.parametrize("change", MOE_ROUTE_MISTAKES, ids=str)
-def test_moe_route_check_notices_an_ignored_option(change):
-    """The comparison above fails for a route that ignores one of its options."""
-    spoilt = lambda logits, **options: O.route(logits, **options | change)
-    with pytest.raises(AssertionError):
-        for seed in range(40):
-            moe_check_route(spoilt, *moe_draw_routing(seed))
-
-
 MOE_LOGITS = torch.zeros(40, 8)
 MOE_ROUTE_REFUSED = {
     "top_k": [dict(top_k=0), dict(top_k=9), dict(top_k=5, n_groups=4, topk_groups=2)],
@@ -8161,29 +8112,6 @@ def moe_check(experts, args, limit=1e-5, **more) -> None:
     moe_assert_close(got, moe_exact(args, **more), limit)
 
 
-MOE_CASES = {  # n, c, f, e, k, which experts
-    "one": (1, 16, 8, 1, 1),
-    "ragged": (37, 40, 24, 5, 3),
-    "wide": (130, 80, 72, 2, 1),
-    "many experts": (5, 16, 8, 40, 4),
-    "dense": (9, 32, 40, 4, 4),
-    "one token": (1, 48, 56, 6, 4),
-    "odd": (37, 18, 10, 3, 2),
-    "prime": (13, 17, 9, 5, 3),
-    "no tokens": (0, 16, 8, 3, 2),
-    **{p: (45, 24, 16, 6, 3, p) for p in "one last none twice ends holes".split()},
-    "skew": (90, 16, 8, 5, 3, "skew"),
-}
-
-
-@pytest.mark.parametrize("case", one_in(2, MOE_CASES.values()), ids=MOE_CASES)
-@pytest.mark.parametrize("backend", [*MOE_BACKENDS, "reference"])
-def test_moe_experts_equal_the_loop(backend, case):
-    """Output and all four gradients, for any size and load."""
-    reference = partial(moe_loop, loop=O.experts_reference)
-    moe_check(MOE_BACKENDS.get(backend, reference), moe_inputs(0, *case))
-
-
 def moe_gaps(t: torch.Tensor) -> torch.Tensor:
     """The same values, with gaps between the rows in memory."""
     return F.pad(t, (0, 3), value=7)[..., : t.shape[-1]]
@@ -8194,23 +8122,42 @@ def moe_transposed(t: torch.Tensor) -> torch.Tensor:
     return t.transpose(-1, -2).contiguous().transpose(-1, -2)
 
 
+MOE_LOADS = "random holes one last none twice ends skew".split()
+
+
+@pytest.mark.parametrize("seed", one_in(2, range(2 * len(MOE_LOADS))))
+@pytest.mark.parametrize("backend", [*MOE_BACKENDS, "reference"])
+def test_moe_experts_equal_the_loop(backend, seed):
+    """Output and gradients of random sizes, layouts and subsets of inputs that require gradients,
+    with every load, also without tokens."""
+    r, reference = random.Random(seed), partial(moe_loop, loop=O.experts_reference)
+    is_large = seed % 2 == 1
+    c, f, e = r.randint(1, 80), r.randint(1, 80), r.choice([1, 3, 5, 40 if is_large else 9])
+    n = 0 if seed == 2 else r.randint(1, 200 if is_large else 40)
+    args = moe_inputs(seed, n, c, f, e, r.randint(1, min(e, 6)), MOE_LOADS[seed // 2])
+    inputs = [r.choice([lambda t: t, moe_gaps, moe_transposed])(t) for t in args]
+    wanted = tuple(name for name in MOE_LEAVES if r.random() < 0.7)
+    with moe_nan_filled_memory():
+        got = moe_outcome(MOE_BACKENDS.get(backend, reference), inputs, wanted)
+    want = moe_exact(args, wanted)
+    loop = moe_outcome(moe_loop, args, wanted)
+    for name, b in want.items():  # a few values may cancel: then as accurate as the fp32 loop
+        limit = 4 * relative(loop[name].double(), b) if b.any() else 0
+        moe_assert_close({name: got[name]}, {name: b}, max(1e-5, limit))
+
+
 def moe_autocast(experts):
     return torch.autocast(DEVICE, torch.bfloat16)(experts)
 
 
 MOE_HALF = {torch.float16: 2e-3, torch.bfloat16: 2e-2}
 MOE_FORMS = {  # how it is called: inputs changed, the function wrapped, options of moe_check
-    "gaps": dict(change=lambda args: [*map(moe_gaps, args)]),
-    "transposed": dict(change=lambda args: [*map(moe_transposed, args)]),
     "expanded": dict(change=lambda args: [t[:1].expand_as(t) for t in args]),
     "transposed gradient": dict(grad_out=moe_transposed),
     "expanded gradient": dict(grad_out=lambda g: g[:1, :1].expand_as(g)),
     "checkpoint": dict(wrap=lambda f: partial(checkpoint, f, use_reentrant=False)),
     "reentrant checkpoint": dict(wrap=lambda f: partial(checkpoint, f, use_reentrant=True)),
     "no gradients": dict(wanted=()),
-    **{f"gradient of {name}": dict(wanted=(name,)) for name in MOE_LEAVES},
-    "gradients of activations": dict(wanted=("x", "weights")),
-    "gradients of stacks": dict(wanted=("w_gate_up", "w_down")),
     **{
         f"{dtype}, weights in {routing}": dict(
             change=partial(moe_cast, dtype=dtype, routing=routing), limit=limit
@@ -8231,8 +8178,8 @@ MOE_FORMS = {  # how it is called: inputs changed, the function wrapped, options
 @pytest.mark.parametrize("form", one_in(2, MOE_FORMS.values()), ids=MOE_FORMS)
 @pytest.mark.parametrize("backend", MOE_BACKENDS)
 def test_moe_experts_called_in_any_form_equal_the_loop(backend, form):
-    """Strides with gaps, swapped or 0, checkpointing, gradients of only some inputs, other dtypes
-    and autocast. The output has x's dtype."""
+    """Strides of 0, checkpointing, no gradients, other dtypes and autocast. The output has x's
+    dtype."""
     options = dict(form)
     change = options.pop("change", lambda args: args)
     wrap = options.pop("wrap", lambda f: f)
@@ -8403,14 +8350,11 @@ MOE_QUANTIZED = {  # scheme, options, (n, c, f, e, k)
     "fp8 odd": ("fp8", {}, (9, 48, 18, 3, 2)),
     "fp8-block": ("fp8-block", {}, (13, 40, 24, 3, 2)),
     "fp8-block ragged": ("fp8-block", {}, (6, 192, 136, 2, 1)),  # gate ends inside a block
-    **{
-        f"{scheme} but {name}": (scheme, dict(skip=f"0.{name}"), MOE_ONE_STACK)
-        for scheme, name in product(("int8", "int4", "fp8-block"), ("w_gate_up", "w_down"))
-    },
-    **{
-        f"{scheme} in {dtype}": (scheme, dict(dtype=dtype), MOE_ONE_STACK)
-        for scheme, dtype in product(("int8", "int4", "fp8"), MOE_HALF)
-    },
+    "int8 but w_gate_up": ("int8", dict(skip="0.w_gate_up"), MOE_ONE_STACK),
+    "fp8-block but w_down": ("fp8-block", dict(skip="0.w_down"), MOE_ONE_STACK),
+    "int8 in bf16": ("int8", dict(dtype=torch.bfloat16), MOE_ONE_STACK),
+    "int4 in fp16": ("int4", dict(dtype=torch.float16), MOE_ONE_STACK),
+    "fp8 in fp16": ("fp8", dict(dtype=torch.float16), MOE_ONE_STACK),
 }
 
 
@@ -8469,17 +8413,16 @@ def test_moe_gradients_flow_through_quantized_experts(scheme):
     moe_check(experts, plain, wanted=MOE_LEAVES[:2])
 
 
-# ---- use_grouped_experts, upcycling ----
+# ---- use_grouped_experts ----
 
 MOE_SIZES = dict(n_experts=6, n_experts_per_token=2, expert_ffn_dim=40, norm_topk=True)
 MOE_MODELS = {
-    "latent": latent(),
-    "mixtral": tiny(family="mixtral", moe_layers=(0, 1, 2), **MOE_SIZES),
+    "latent": (latent(), {}),
+    "mixtral": (tiny(family="mixtral", moe_layers=(0, 1, 2), **MOE_SIZES), dict(backend="triton")),
 }
 
 
-@pytest.mark.parametrize("options", [{}, dict(backend="triton")], ids=str)
-@pytest.mark.parametrize("config", MOE_MODELS.values(), ids=MOE_MODELS)
+@pytest.mark.parametrize("config, options", MOE_MODELS.values(), ids=MOE_MODELS)
 def test_moe_model_on_grouped_experts_trains_the_same(config, options):
     """Logits and every parameter's gradient equal the loop's. Every MoE layer is changed, also the
     MTP layer's, and nothing else; a layer alone is accepted, and copied."""
@@ -8511,24 +8454,6 @@ REFUSED |= {
 }
 
 
-def test_moe_upcycled_experts_are_copies_of_the_dense_layer():
-    """Equal to it for any weights that sum to 1, in its dtype and in memory of their own."""
-    c, f, e, g = 24, 16, 5, seeded()
-    dense = [(torch.randn(*size, generator=g) / 4).bfloat16() for size in ((f, c), (f, c), (c, f))]
-    stacks = O.upcycle_mlp(*dense, e)
-    gate, up, down = (t.float() for t in dense)
-    x = torch.randn(30, c, generator=g)
-    want = F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
-    weights, ids = O.route(torch.randn(30, e, generator=g) * 3, 2, renormalize=True)
-    got = O.grouped_experts(x, weights, ids, *(stack.float() for stack in stacks))
-    assert relative(got, want) < 1e-5
-    for stack in stacks:
-        assert stack.dtype == torch.bfloat16 and stack.is_contiguous()
-        stack[0] += 1  # the others do not change
-        assert not any(torch.equal(stack[0], other) for other in stack[1:])
-    assert all(map(torch.equal, dense, (t.bfloat16() for t in (gate, up, down))))
-
-
 # ---- kernels: compilation and fuzz ----
 
 
@@ -8556,20 +8481,19 @@ def quant(N, scales, dtype=None, E=4, C=512, F=256):
     stacks = stack(2 * F, C), stack(C, F)
     O.grouped_experts(x, torch.rand(N, 2), ids, *stacks, backend="triton")
 """
-MOE_COMPILED = ["go(8, 2)", "go(64)", "go(2048)", "quant(8, (1, 4096), int8)", "quant(8, (1, 32))"]
+MOE_COMPILED = ["go(8, 2)", "go(2048)", "quant(8, (1, 32))"]
 MOE_ALL = [
     *MOE_COMPILED,
-    *(f"go({N}, dtype={d})" for N in (8, 2048) for d in ("h", "f32")),
-    *("go(300, 3, 2, 200, 120)", "quant(8, (1, 128))", "quant(2048, (1, 4096), int8)"),
-    "quant(2048, (1, 32))",
+    *("go(64)", "go(8, dtype=h)", "go(2048, dtype=f32)", "go(300, 3, 2, 200, 120)"),
+    *("quant(8, (1, 4096), int8)", "quant(8, (1, 128))", "quant(2048, (1, 32))"),
+    *("quant(8, (1, 4096), f8)", "quant(2048, (128, 128), f8)"),
 ]
-MOE_FP8 = ["quant(8, (1, 4096), f8)", "quant(8, (128, 128), f8)", "quant(2048, (128, 128), f8)"]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not O.INTERPRET, reason="needs Triton and no GPU")
 @pytest.mark.parametrize(
-    "arch, cases", [(80, MOE_COMPILED), (90, MOE_ALL + MOE_FP8), (100, MOE_COMPILED)]
+    "arch, cases", [(80, MOE_COMPILED), (90, MOE_ALL), (100, MOE_COMPILED)]
 )
 def test_moe_kernels_compile_for_gpus(arch, cases, tmp_path):
     """Kernels compile to machine code for Ampere, Hopper and Blackwell within their shared memory;
@@ -8579,45 +8503,6 @@ def test_moe_kernels_compile_for_gpus(arch, cases, tmp_path):
     kernels = ("add_slots", "down_backward", "down", "gate_up", "tiles", "weight_grad")
     assert printed.strip() == str([f"_{name}_kernel" for name in kernels])
     assert min(load_buffers(tmp_path, "_weight_grad_kernel")) >= 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("backend", MOE_BACKENDS)
-def test_moe_experts_fuzz(backend, seed):
-    """Random sizes, loads, layouts and subsets of inputs that require gradients."""
-    r = random.Random(seed)
-    c, f = (r.randint(1, 96) for _ in range(2))
-    n, e = r.choice([0, 1, 2, r.randint(3, 60), r.randint(60, 200)]), r.choice([1, 2, 5, 17, 40])
-    k = r.randint(1, min(e, 6))
-    pattern = r.choice("random holes one last none twice ends skew".split())
-    args = moe_inputs(seed, n, c, f, e, k, pattern)
-    inputs = [r.choice([lambda t: t, moe_gaps, moe_transposed])(t) for t in args]
-    wanted = tuple(name for name in MOE_LEAVES if r.random() < 0.7)
-    with moe_nan_filled_memory():
-        got = moe_outcome(MOE_BACKENDS[backend], inputs, wanted)
-    want = moe_exact(args, wanted)
-    loop = moe_outcome(moe_loop, args, wanted)
-    for name, b in want.items():  # a few values may cancel: then as accurate as the fp32 loop
-        limit = 4 * relative(loop[name].double(), b) if b.any() else 0
-        moe_assert_close({name: got[name]}, {name: b}, max(1e-5, limit))
-
-
-@pytest.mark.slow
-@torch.no_grad()
-@pytest.mark.parametrize("seed", range(15))
-def test_moe_quantized_experts_fuzz(seed):
-    """Random sizes, schemes and group sizes on the kernels, in fp32 and fp16."""
-    r = random.Random(seed)
-    scheme = r.choice(["int8", "int4", "fp8", "fp8-block"])
-    size = r.choice([8, 16, 32, 64]) if scheme == "int4" else r.choice([1, 2, 8])
-    c, f = (r.randint(1, 200 // size) * size for _ in range(2))
-    n, e = r.choice([1, 2, 9, 70]), r.choice([1, 3, 8])
-    inputs = moe_inputs(seed, n, c, f, e, r.randint(1, e), r.choice(["random", "holes", "one"]))
-    options = dict(group_size=size) if scheme == "int4" else {}
-    for dtype, limit in ((torch.float32, 1e-5), (torch.float16, 5e-3)):
-        args, plain = moe_quantized(scheme, inputs, dtype, **options)
-        moe_assert_close({"o": MOE_BACKENDS["triton"](*args)}, moe_exact(plain, ()), limit)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -9077,7 +8962,7 @@ def test_files_run_alone_in_an_empty_folder(name, call, triton, words, tmp_path)
     assert set(tmp_path.iterdir()) <= {*copies, tmp_path / "__pycache__"}
 
 
-ALONE = """
+ALONE_PROGRAM = """
 import os, runpy, sys, torch
 folder, repo = {folder!r}, {repo!r}
 for fd in (1, 2):
@@ -9103,7 +8988,8 @@ def run_alone(code: str, folder: Path, ranks: int = 0, **env: str) -> subprocess
             own = env | dict(RANK=f"{rank}", LOCAL_RANK=f"{rank}", WORLD_SIZE=f"{ranks}")
             own |= dict(MASTER_ADDR="localhost", MASTER_PORT=f"{port}")
         out = folder.with_name(f"{folder.name}-{ranks}-{rank}")
-        whole = ALONE.format(folder=str(folder), repo=str(REPO), out=out, env=own, code=code)
+        places = dict(folder=str(folder), repo=str(REPO), out=out)
+        whole = ALONE_PROGRAM.format(**places, env=own, code=code)
         started.append((PRELOADED.Process(target=exec, args=(whole, {})), out))
         started[-1][0].start()
     for process, _ in started:
@@ -9114,30 +9000,17 @@ def run_alone(code: str, folder: Path, ranks: int = 0, **env: str) -> subprocess
     return subprocess.CompletedProcess(folder, code, *texts)
 
 
-IMPORT_ALONE = """
-import os, sys, torch
-for path in sys.argv[1:]:
-    folder, name = os.path.split(path)
-    if (pid := os.fork()) == 0:
-        os.chdir(folder)
-        sys.path[0] = folder
-        __import__(name.removesuffix(".py"))
-        os._exit(0)
-    print(name, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-"""
-
-
 @pytest.mark.slow
 def test_files_without_imports_import_alone(tmp_path):
     """Every file that imports nothing of the project imports alone from an empty folder."""
     leaves = [path for path in FILES.values() if not uses_of(path)]
-    copies = [tmp_path / path.stem / path.name for path in leaves]
-    for path, copied in zip(leaves, copies, strict=True):
-        copied.parent.mkdir()
-        shutil.copy(path, copied)
-    done = run("-c", IMPORT_ALONE, *copies, cwd=tmp_path)
     assert len(leaves) > 25
-    assert done.stdout.splitlines() == [f"{path.name} 0" for path in leaves], done.stderr
+    for path in leaves:
+        folder = tmp_path / path.stem
+        folder.mkdir()
+        shutil.copy(path, folder)
+        done = run_alone(f"import {path.stem}", folder)
+        assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
@@ -9314,10 +9187,8 @@ def reading_faults(text: str) -> list[str]:
 
 READING_MISTAKES = [  # what is replaced by what, what is reported
     ("`attention.py` `flash_attention`", "`attention.py` `flash_attent`", "no `flash_attent`"),
-    ("`moe.py`", "`moe2.py`", "no file moe2.py"),
     ("`test_attention_chunked_memory`", "`test_chunked_memory`", "no test test_chunked_memory"),
     ("`test_attention_chunked_memory`", "", "names no function or no test"),
-    ("`attention.py` `chunked_attention`", "`attention.py`", "names no function or no test"),
     ("parallelism/async_tp.py splits", "parallelism/async.py splits", "no file parallelism/async"),
     ("| Cross attention |", "| Sparse attention |", "repeated: | Sparse attention"),
     ("257 papers", "258 papers", "257 sources, and not"),
@@ -9399,11 +9270,12 @@ def sampling_case(seed: int) -> tuple[torch.Tensor, list[tuple], list[int]]:
     if V > 2 and rng.random() < 0.2:
         logits[:, V // 2] = -INF
     names = [name for name in DRAW_SETTING if V > 2 or name not in ("logit_bias", "min_new_tokens")]
-    rows, ignore_eos = [], rng.random() < 0.1
+    rows = []
     for _ in range(3):
         drawn = {name: DRAW_SETTING[name][0](rng) for name in names if rng.random() < 0.5}
         prompt, output = ([rng.randrange(V) for _ in range(rng.randint(0, 6))] for _ in range(2))
-        rows.append((P.SamplingParams(ignore_eos=ignore_eos, **drawn), prompt, output))
+        params = P.SamplingParams(ignore_eos=rng.random() < 0.2, **drawn)
+        rows.append((params, prompt, output))
     return logits, rows, [V - 1] if V > 2 else []
 
 
@@ -9499,7 +9371,7 @@ MIXED_SAMPLINGS = [
 ]
 
 
-@pytest.mark.parametrize("params", [p for p in MIXED_SAMPLINGS if p.temperature])
+@pytest.mark.parametrize("params", MIXED_SAMPLINGS[::4], ids=str)
 def test_sampling_follows_the_specified_distribution(params):
     """400,000 samples, all in the same state except seed and position, pass a chi-square test,
     which rejects a distribution whose second most likely token is 5% too likely."""
@@ -9655,26 +9527,17 @@ def test_sampling_greedy_is_exact():
     assert torch.equal(got[::2], best[::2]) and not torch.equal(got[1::2], best[1::2])
 
 
-SAMPLING_FEATURES = [  # settings, and what a step then computes
-    (dict(), "noise"),
-    (dict(top_k=9, top_p=1, seed=3), "noise"),
-    (dict(temperature=0.5), "noise temperature"),
-    (dict(top_p=0.5), "noise top_p"),
-    (dict(min_p=0.5), "noise min_p"),
-    (dict(top_k=2), "noise top_k"),
-    (dict(logit_bias={1: 1}), "noise bias"),
-    (dict(presence_penalty=1), "noise presence_penalty output"),
-    (dict(repetition_penalty=2), "noise repetition_penalty prompt output"),
-    (dict(min_new_tokens=1), "noise min_new_tokens"),
-    (dict(temperature=0, top_p=0.5, top_k=3, min_p=0.1), "temperature greedy"),
-]
-
-
 def test_sampling_features_that_are_not_used_cost_nothing():
-    """Each setting enables only what it needs in the step, also after another request took the
-    row; without EOS ids min_new_tokens needs nothing."""
-    sampler = S.Sampler(P.SamplingParams(), 1, 9, eos_ids=[0])
-    for settings, features in SAMPLING_FEATURES:
+    """A step computes what its rows' settings need, also after another request took a row: greedy
+    rows need no noise and no filter; without EOS ids min_new_tokens needs nothing."""
+    sampler = S.Sampler(MIXED_SAMPLINGS[4], 1, 9, eos_ids=[0])
+    for settings, features in (
+        (dict(top_k=9, top_p=1, seed=3), "noise"),
+        (dict(top_k=2, min_p=0.5), "noise top_k min_p"),
+        (dict(presence_penalty=1), "noise presence_penalty output"),
+        (dict(repetition_penalty=2), "noise repetition_penalty prompt output"),
+        (dict(temperature=0, top_p=0.5, top_k=3, min_p=0.1), "temperature greedy"),
+    ):
         sampler.admit(0, P.SamplingParams(**settings), [])
         assert sampler.features == set(features.split()), settings
         assert (sampler.max_k > 0) == ("top_k" in features)
@@ -9753,20 +9616,6 @@ def test_sampling_compiled_equals_eager():
             texts.append(run_sampler(step, first, 20))
     assert texts[0] == texts[1]
     assert set(S.COLUMNS) | set(S.TABLES) | {"greedy", "noise"} == sampler.features
-
-
-def test_sampling_ignored_eos_is_never_banned():
-    """ignore_eos with min_new_tokens bans nothing, also beside a row whose EOS is banned."""
-    logits = torch.zeros(2, 8)
-    logits[:, 3] = 5.0
-    rows = [greedy(9, min_new_tokens=4, ignore_eos=ignored) for ignored in (True, False)]
-    sampler = S.Sampler(rows[0], 2, 8, "cpu", [3])
-    for row, params in enumerate(rows):
-        sampler._set_row(row, params)
-    sampler._update_features()
-    sampler.start([[1], [1]])
-    ids = sampler(logits).tolist()
-    assert ids[0] == 3 and ids[1] != 3
 
 
 # --------------------------------------------------------------------------------------------------
@@ -9852,16 +9701,13 @@ def random_head(folder: Path, dim: int) -> Path:
 
 @cache
 def spec_target(form: str) -> M.Transformer:
-    """A trained model in fp32: dense, with int8 weights, with a sliding window, or MLA with
-    experts."""
+    """A trained model in fp32: dense, with a sliding window, or MLA with experts."""
     model = HF.load_checkpoint(MOE if form == "moe" else SMALL, dtype=torch.float32)
     if form == "window":
         config = replace(model.config, windows=(12,) * model.config.n_layers, family="mistral")
         narrow = M.Transformer(config)
         narrow.load_state_dict(model.state_dict())
         model = narrow.eval()
-    if form == "int8":
-        model = Q.quantize_(model, "int8", skip=("head",))
     return model.requires_grad_(False)
 
 
@@ -9869,9 +9715,9 @@ spec_draft = cache(lambda: HF.load_checkpoint(DRAFT, dtype=torch.float32))
 
 
 def spec_forms(kinds, rows) -> list:
-    """Default rows (kind, form) with 4 or 7 prompts; slow ones with 12, of all kinds and forms."""
-    forms = {kind: ["moe"] if kind == "mtp" else "dense int8 window moe".split() for kind in kinds}
-    every = [(kind, form, 12) for kind in kinds for form in forms[kind]]
+    """Default rows (kind, form) with 4 or 7 prompts; slow ones with 8, of all kinds and forms."""
+    forms = {kind: ["moe"] if kind == "mtp" else "dense window moe".split() for kind in kinds}
+    every = [(kind, form, 8) for kind in kinds for form in forms[kind]]
     return rows + [pytest.param(*row, marks=pytest.mark.slow) for row in every]
 
 
@@ -9925,7 +9771,7 @@ def batch_of_prompts(form: str, n: int) -> tuple[list, list, list]:
     "kind, form, n",
     spec_forms(
         ("ngram", "draft", "exit", "mtp", "head"),
-        [("mtp", "moe", 7), ("ngram", "int8", 7)],
+        [("mtp", "moe", 7), ("ngram", "window", 7)],
     ),
 )
 def test_drafting_in_batches_equals_plain_decoding(kind, form, n, tmp_path):
@@ -9952,19 +9798,22 @@ def test_drafting_in_batches_equals_plain_decoding(kind, form, n, tmp_path):
 
 @pytest.mark.parametrize("kind", SPEC_KINDS)
 def test_drafting_coupled_samples_equal_plain_sampling(kind, tmp_path):
-    """--set draft_coupled=true: text sampled with every setting, in three rows that diverge, equals
-    that of the same seeds without drafts; each token's logits are those it was sampled from."""
+    """--set draft_coupled=true: text sampled with every setting, in three rows that diverge and
+    reach the end of the cache at different steps, equals that of the same seeds without drafts;
+    each token's logits are those it was sampled from."""
     config = latent(vocab_size=41, n_mtp_layers=1) if kind == "mtp" else tiny(vocab_size=41)
     model, draft = random_model(config), random_model(tiny(vocab_size=41, n_layers=1), 5)
     params = P.SamplingParams(temperature=0.9, top_p=0.9, frequency_penalty=0.3, seed=7)
     params = replace(params, repetition_penalty=1.2, logit_bias={5: 1.0}, min_new_tokens=9)
     ids, n = [3, 9, 4, 3, 9], 1 if kind == "staged" else 3
-    expected = spec_run(G.Decoder(model, 64, params, n, keep_logits=True), ids, 30)
+    max_len = len(ids) + 30
+    expected = spec_run(G.Decoder(model, max_len, params, n, keep_logits=True), ids, 30)
     assert len({tuple(row) for row in expected}) == n
     flags = ("--set", "draft_coupled=true", "--speculate-k", "4")
     more = dict(n=n, draft=draft, head=random_head(tmp_path, config.dim), keep=True)
-    decoder = spec_decoder(model, kind, params, 64, *flags, **more)
+    decoder = spec_decoder(model, kind, params, max_len, *flags, **more)
     assert spec_run(decoder, ids, 30) == expected
+    assert {len(context) for context in decoder.speculator.contexts} == {max_len}
     assert sum(decoder.speculator.stats.proposed) > 20
     with torch.inference_mode():
         for row in range(n):
@@ -10022,57 +9871,20 @@ def sampled_p_value(kind, samples, tmp_path, k="3") -> float:
 
 
 @pytest.mark.parametrize(
-    "kind, samples",
-    [("draft", 12_000)]
-    + [
-        pytest.param(kind, 900 if kind == "staged" else 24_000, marks=pytest.mark.slow)
-        for kind in SPEC_KINDS
+    "kind, k, samples",
+    [
+        ("draft", "3", 8000),
+        *(pytest.param(kind, "4", 24_000, marks=pytest.mark.slow) for kind in SPEC_KINDS[3:]),
+        pytest.param("staged", "4", 900, marks=pytest.mark.slow),  # one row at a time
+        pytest.param("draft", "confidence", 24_000, marks=pytest.mark.slow),
     ],
 )
-def test_drafting_sampled_text_has_the_target_distribution(kind, samples, tmp_path):
+def test_drafting_sampled_text_has_the_target_distribution(kind, k, samples, tmp_path):
     """Three tokens by rejection sampling follow the model's distribution, for every drafter."""
-    floor, k = (1e-3, "4") if samples != 12_000 else (SPEC_RIGHT, "3")
-    assert sampled_p_value(kind, samples, tmp_path, k) > floor
+    assert sampled_p_value(kind, samples, tmp_path, k) > 1e-3
 
 
-@pytest.mark.slow
-def test_drafting_by_confidence_has_the_target_distribution(tmp_path):
-    """Drafts that end by confidence."""
-    assert sampled_p_value("draft", 24_000, tmp_path, "confidence") > 1e-3
-
-
-def without_last(self, *args, chain=E.Drafter._chain):
-    """Drafts without the one that ended them, where its own probability did."""
-    found, k = chain(self, *args), max(args[1])
-    return [(t[:-1], q[:-1]) if len(t) < k else (t, q) for t, q in found]
-
-
-def one_number(self, view, tree, R, uniform=D.RejectionSampler._uniform):
-    """One uniform number for all siblings."""
-    return uniform(self, view, tree, R)[:, :1].expand(-1, len(tree.parents))
-
-
-DRAFTING_MISTAKES = {  # drafter, samples, what is replaced by what
-    "siblings share a number": ("tree", 12_000, D.RejectionSampler, "_uniform", one_number),
-    "no residual in trees": ("tree", 12_000, D, "accept_tree", partial(spec_rule, wrong="from p")),
-    "drafts share the noise": ("draft", 24_000, S.Sampler, "draft_noise", S.Sampler.noise),
-    "unlikely drafts left out": ("confidence", 24_000, E.Drafter, "_chain", without_last),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mistake", DRAFTING_MISTAKES)
-def test_drafting_mistakes_fail_the_chi_square(mistake, tmp_path, monkeypatch):
-    """The same check fails if verification is wrong, or drafts are sampled with the noise of the
-    target's own tokens but verified as independent."""
-    kind, samples, *patch = DRAFTING_MISTAKES[mistake]
-    monkeypatch.setattr(*patch)
-    kind, k = ("draft", kind) if kind == "confidence" else (kind, "4" if kind == "tree" else "3")
-    assert sampled_p_value(kind, samples, tmp_path, k) < SPEC_WRONG
-
-
-@pytest.mark.parametrize("samples", [6000, pytest.param(24_000, marks=pytest.mark.slow)])
-def test_drafting_in_batches_has_the_target_distribution(samples):
+def test_drafting_in_batches_has_the_target_distribution():
     """Rows with different sampling settings in one batch, by rejection sampling: chi-square over
     three tokens."""
     model = random_model(tiny(**FIVE), 3, 0.5)
@@ -10080,7 +9892,7 @@ def test_drafting_in_batches_has_the_target_distribution(samples):
     engine = spec_engine(model, "draft", "--speculate-k", "3", draft=draft, max_num_seqs=64)
     settings = dict(temperature=1.1, frequency_penalty=0.5), dict(top_k=4)
     settings = [P.SamplingParams(**more, max_new_tokens=3, n=32) for more in settings]
-    params = [replace(settings[i % 2], seed=64 * i) for i in range(samples // 64 * 2)]
+    params = [replace(settings[i % 2], seed=64 * i) for i in range(186)]
     rows = torch.tensor(generated_tokens(engine, [FIVE_PROMPT] * len(params), params))
     triples = rows @ torch.tensor([25, 5, 1])
     for i, each in enumerate(settings):
@@ -10136,6 +9948,16 @@ def five_draft() -> tuple[M.Transformer, list[int]]:
     return model, prompt
 
 
+def five_drafter(*sample, rows: int = 1) -> E.DraftModel:
+    """five_draft as a drafter with a cache of its own."""
+    model, _ = five_draft()
+    forward = lambda tokens, positions, attend, _: model(
+        tokens, positions, attend, return_hidden=True
+    )
+    cache = M.KVCache(model.config, rows, 64)
+    return E.DraftModel(E.ContiguousRunner(forward, cache, "cpu", rows), model.head, *sample)
+
+
 def reference_tree(tree: E.Tree) -> tuple[list[int], torch.Tensor]:
     """A tree's tokens, the most likely ones after each path, and the logits after each node."""
     (model, prompt), paths, logits, tokens = five_draft(), {-1: []}, {}, []
@@ -10150,14 +9972,8 @@ def reference_tree(tree: E.Tree) -> tuple[list[int], torch.Tensor]:
 def draft_tree(tree: E.Tree, inner) -> tuple[list[int], torch.Tensor, int]:
     """A TreeDrafter's tokens, the logits after nodes with children, and its forwards. After another
     proposal, of the prompt's end, whose nodes are in its cache at other positions."""
-    model, prompt = five_draft()
-    cache = M.KVCache(model.config, 1, 64)
-    forward = lambda tokens, positions, attend, _: model(
-        tokens, positions, attend, return_hidden=True
-    )
-    runner = E.ContiguousRunner(forward, cache, "cpu")
-    children = lambda x, m, i: (x.topk(m).indices, x)
-    drafter = E.TreeDrafter(E.DraftModel(runner, model.head), children, inner)
+    prompt, children = five_draft()[1], lambda x, m, i: (x.topk(m).indices, x)
+    drafter = E.TreeDrafter(five_drafter(), children, inner)
     first = drafter.propose_tree([0], [prompt[:-2]], E.Tree((-1, -1, 0, 1, 2)))[0]
     assert first[0, [0, 2]].tolist() == prompt[-2:]
     before = drafter.model.forwards
@@ -10224,13 +10040,9 @@ def test_drafting_ends_below_the_confidence():
     """Drafts are the draft model's, up to the one that takes the product of their probabilities
     below the row's threshold; rejected ones raise it, steps without lower it."""
     (model, prompt), policy = five_draft(), DK.Confidence(9)
-    forward = lambda tokens, positions, attend, _: model(
-        tokens, positions, attend, return_hidden=True
-    )
     contexts, lengths = [prompt, prompt[::-1]], set()
     for threshold in (1.0, 0.5, 0.2, 0.05, 0.0):
-        cache = M.KVCache(model.config, 2, 32)
-        drafter = E.DraftModel(E.ContiguousRunner(forward, cache, "cpu", 2), model.head)
+        drafter = five_drafter(rows=2)
         drafter.confidence, policy.thresholds = policy, {0: threshold, 1: threshold / 2}
         with torch.inference_mode():
             found = drafter.propose_batch([0, 1], contexts, [9, 4])
@@ -10270,12 +10082,8 @@ def test_drafting_ahead_proposes_what_was_sampled_there():
     """The next token was drafted ahead: the rest is the proposal, with the q that each token was
     sampled from, and no forward. Another token: all is drafted anew."""
     model, prompt = five_draft()
-    forward = lambda tokens, positions, attend, _: model(
-        tokens, positions, attend, return_hidden=True
-    )
-    runner = E.ContiguousRunner(forward, M.KVCache(model.config, 1, 64), "cpu")
     top = lambda logits, rows, i: (logits.argmax(-1), logits.softmax(-1))
-    drafter, text = E.DraftModel(runner, model.head, top), list(prompt)
+    drafter, text = five_drafter(top), list(prompt)
     for used in (1, 1, 2):
         ((drafts, _),) = drafter.propose_batch([0], [text], [2])
         drafter.draft_ahead(0, text, drafts, 3)
@@ -10361,107 +10169,57 @@ def test_drafting_forced_acceptance_ignores_the_logits():
 
 
 @pytest.mark.slow
-def test_drafting_stats_and_finish_reasons(capsys):
-    """Command line: text and tokens as without drafts, ended by a stop string or a length inside an
-    accepted run; the statistics are consistent; --bench has the speed-up."""
-
-    def output(*argv) -> tuple[dict, str]:
-        base = "--temperature 0 --dtype fp32 --json --max-new-tokens 41".split()
-        assert G.main([SPEC_TEXTS[5].removesuffix("1, 2"), *base, *argv]) == 0
-        captured = capsys.readouterr()
-        return json.loads(captured.out), captured.err
-
-    drafts, (plain, _) = ["--speculate", "ngram", "--speculate-k", "7"], output()
-    for at in (None, 6, 13, 24):
-        stop = plain["text"][at : at + 4] if at else "no such text"
-        (a, _), (b, err) = output("--stop", stop), output("--stop", stop, *drafts)
-        assert [a[x] == b[x] for x in ("text", "tokens", "finish_reason")] == [True] * 3, stop
-        assert a["finish_reason"] == ("stop" if at else "length")
-        assert a["text"] == plain["text"].partition(stop)[0]
-        if at is None:
-            per_step = b["tokens_per_verification"]
-            assert per_step > 1.5 and "tokens per verification, drafts accepted" in err
-            assert len(b["tokens"]) == 41 and len(b["acceptance"]) == 7
-            assert per_step - 1 == pytest.approx(sum(b["acceptance"]), rel=0.2)
-    stats, err = output("--max-new-tokens", "9", "--bench", "2", *drafts)
+def test_drafting_statistics_of_the_command_line():
+    """--json and the line of statistics are consistent; --bench has the speed-up."""
+    flags = "--temperature 0 --json --speculate ngram --speculate-k 7 --max-new-tokens"
+    done = run_generate(SPEC_TEXTS[5], *f"{flags} 41 --device cpu --dtype fp32".split())
+    found = json.loads(done.out)
+    per_step, acceptance = found["tokens_per_verification"], found["acceptance"]
+    assert per_step > 1.5 and "tokens per verification, drafts accepted" in done.err
+    assert len(found["tokens"]) == 41 and len(acceptance) == 7
+    assert per_step - 1 == pytest.approx(sum(acceptance), rel=0.2)
+    done = run_generate(SPEC_TEXTS[5], *f"{flags} 9 --bench 2".split())
+    stats = json.loads(done.out)
     assert stats["speedup"] > 0 and stats["baseline_tokens_per_second"] > 0
-    assert "without drafts" in err
-
-
-def spec_continuation(eos_ids=()) -> K.Continuation:
-    tokenizer = K.load_tokenizer(SMALL)
-    stream, stop = K.TextStream(tokenizer), K.StopStrings([])
-    return K.Continuation(tokenizer, stream, stop, eos_ids, lambda text: None)
+    assert "without drafts" in done.err
 
 
 @torch.inference_mode()
-def test_drafting_eos_inside_accepted_tokens():
-    """Nothing after an end-of-sequence token of an accepted run is output."""
-    model, ids, ended = spec_target("dense"), spec_prompts(6)[5], 0
-    plain = spec_run(G.Decoder(model, 80, GREEDY), ids, 40)[0]
-    for eos in sorted(set(plain)):
-        decoder, row = spec_decoder(model, "ngram", GREEDY, 80, "--speculate-k", "8"), None
-        row = spec_continuation([eos])
-        steps = list(G.run_rows(decoder, ids, [row], 40))
-        assert row.finish_reason == "eos" and row.tokens == plain[: plain.index(eos) + 1]
-        ended += len(steps[-1][0]) > 1 and steps[-1][0][-1] != eos
-    assert ended > 0, "no accepted run continued after the end"
+def test_drafting_ends_inside_accepted_tokens():
+    """Tokens, text and finish reason are those without drafts, where EOS, a stop string or the
+    length limit is inside an accepted run."""
+    model, ids, tokenizer = spec_target("dense"), spec_prompts(6)[5], K.load_tokenizer(SMALL)
+    plain = G.Decoder(model, 80, GREEDY)
+    drafts = spec_decoder(model, "ngram", GREEDY, 80, "--speculate-k", "8")
+
+    def outcome(decoder: G.Decoder, **end) -> tuple[tuple, list[int]]:
+        row = make_row(tokenizer, **end)
+        *_, last = G.run_rows(decoder, ids, [row], 40)
+        return (row.tokens, row.text, row.finish_reason), last[0]
+
+    (tokens, text, _), _ = outcome(plain)
+    ends = [dict(eos=[token]) for token in sorted({*tokens})[::4]]
+    ends += [dict(stop=[text[at : at + 4]]) for at in (6, 13, 24)]
+    reasons, inside = set(), 0
+    for end in [{}, *ends]:
+        got, run = outcome(drafts, **end)
+        assert got == outcome(plain, **end)[0]
+        reasons.add(got[2])
+        inside += len(run) > 1 and run[-1] != got[0][-1]
+    assert reasons == {"eos", "stop", "length"} and inside > 0
 
 
-@pytest.mark.parametrize("kind", ["ngram", "draft", "exit"])
-def test_drafting_rows_finish_at_different_steps(kind):
-    """Rows of one prompt, some of which reach the end of the cache first, equal plain rows."""
-    model, ids = random_model(tiny(vocab_size=41)), [3, 9, 4, 3, 9]
-    params, max_len = P.SamplingParams(temperature=0.7, seed=5), len(ids) + 40
-    more = dict(n=6, draft=random_model(tiny(vocab_size=41), 0, 0.14))
-    flags = ("--set", "draft_coupled=true", "--speculate-k", "8")
-    decoder = spec_decoder(model, kind, params, max_len, *flags, **more)
-    assert spec_run(decoder, ids, 40) == spec_run(G.Decoder(model, max_len, params, 6), ids, 40)
-    assert len({len(c) for c in decoder.speculator.contexts}) == 1  # at their ends
-    assert decoder.speculator.stats.proposed[0] < 6 * 40
-
-
-@pytest.mark.parametrize(
-    "argv, words",
-    [
-        (f"x --speculate draft --checkpoint {MOE}", "requires --draft-model DIR"),
-        ("x --speculate mtp", "no multi-token prediction"),
-        ("x --speculate head --draft-model .", "no draft_head.safetensors"),
-        (f"x --speculate head --checkpoint {MOE} --draft-model {SMALL}", "the model's 192"),
-        ("x --speculate exit --set exit_layers=6", "--set exit_layers must be from 1 to 5, not 6"),
-        ("x --speculate ngram --speculate-k 0", "--speculate-k must be from 1 to 64"),
-        ("x --speculate ngram --speculate-k many", "--speculate-k must be from 1 to 64"),
-        ("x --speculate-k 3", "--speculate-k requires --speculate"),
-        ("x --draft-model x", "--draft-model requires --speculate"),
-        ("x --speculate ngram --draft-model x", "--draft-model requires --speculate draft"),
-        ("x --speculate ngram --set exit_layers=2", "exit_layers requires --speculate exit"),
-        ("x --speculate ngram --set forced_acceptance=0.5", "forced_acceptance requires --bench"),
-        ("x --speculate staged --n 2", "--speculate staged"),
-        (f"x --speculate draft --n 2 {AHEAD}", "draft_ahead=true requires --n 1"),
-        (f"x --speculate exit {AHEAD}", "draft_ahead requires --speculate draft"),
-        (f"--batch x --speculate draft {AHEAD}", "cannot be combined"),
-        ("x --speculate ngram --speculate-k confidence", "requires --speculate draft or"),
-        ("--speculate ngram --perplexity README.md", "cannot be combined"),
-        ("x --speculate draft --draft-model nowhere", "nowhere"),
-        ("x --speculate draft --draft-model SIZE", "has 4100 tokens and the target's 4096"),
-        ("x --speculate draft --draft-model TOKEN", "and the target's"),
-    ],
-)
-def test_drafting_bad_flags_are_named(argv, words, tmp_path, capsys):
-    """Flags, and draft models of another vocabulary size or with another token of the same id, are
-    refused in one line before anything runs."""
-    if "SIZE" in argv:
-        config = replace(HF.read_config(DRAFT / "config.json"), vocab_size=4100)
-        HF.save_checkpoint(random_model(config).bfloat16(), tmp_path / "SIZE")
-        shutil.copy(DRAFT / "tokenizer.model", tmp_path / "SIZE")
-    if "TOKEN" in argv:
-        shutil.copytree(DRAFT, tmp_path / "TOKEN")
-        texts = [f"spam {i} eggs {i * i} ham" for i in range(9000)]
-        (tmp_path / "TOKEN" / "tokenizer.model").write_bytes(TX.train_tokenizer(texts, 400))
-    argv = [str(tmp_path / word) if word in ("SIZE", "TOKEN") else word for word in argv.split()]
-    assert G.main(argv) == 2
-    err = capsys.readouterr().err
-    assert words in err and err.count("\n") == 1, err
+def test_drafting_refuses_a_draft_model_of_another_vocabulary(tmp_path):
+    """Of another size, or with another token of the same id: one line, before anything runs."""
+    config = replace(HF.read_config(DRAFT / "config.json"), vocab_size=4100)
+    HF.save_checkpoint(random_model(config).bfloat16(), tmp_path / "size")
+    shutil.copy(DRAFT / "tokenizer.model", tmp_path / "size")
+    shutil.copytree(DRAFT, tmp_path / "token")
+    texts = [f"spam {i} eggs {i * i} ham" for i in range(9000)]
+    (tmp_path / "token" / "tokenizer.model").write_bytes(TX.train_tokenizer(texts, 400))
+    for name, words in (("size", "4100 tokens and the target's 4096"), ("token", "its token ")):
+        done = run_generate("x", "--speculate", "draft", "--draft-model", tmp_path / name)
+        assert done.code == 2 and words in done.err and done.err.count("\n") == 1, done.err
 
 
 DYNAMIC_ROPE = tiny(rope_scaling={"rope_type": "dynamic", "factor": 2.0})
@@ -10475,6 +10233,18 @@ REFUSED["drafting: a tree with qk_conv"] = (
 )
 
 
+def three_turns(chat: CHAT.Chat, n: int, edit=lambda ids: None) -> list[tuple[int, list[int]]]:
+    """Of each turn of a conversation the number of cached tokens, and the reply of n. edit: what
+    is done to the conversation's ids after a turn."""
+    turns = []
+    for line in ("x = [1, 2, 3]\ny = [1, 2", "\nfor i in x:\n", "\ndef f(x"):
+        row = make_row(chat.tokenizer)
+        n_cached, *_ = chat.ask(line, GREEDY, n, row, 200)
+        turns.append((n_cached, row.tokens))
+        edit(chat.ids)
+    return turns
+
+
 @torch.inference_mode()
 def test_drafting_chat_keeps_its_cache():
     """The turns of a conversation equal those without drafts, and reuse the cache as much, but for
@@ -10485,12 +10255,7 @@ def test_drafting_chat_keeps_its_cache():
         spec_decoder(model, "ngram", GREEDY, 200, "--speculate-k", "5"),
         spec_decoder(model, "exit", GREEDY, 200),
     ):
-        chat, turns = CHAT.Chat(decoder, G.run_rows, tokenizer, None), []
-        for line in ("x = [1, 2, 3]\ny = [1, 2", "\nfor i in x:\n", "\ndef f(x"):
-            row = spec_continuation()
-            n_cached, *_ = chat.ask(line, GREEDY, 24, row, 200)
-            turns.append((n_cached, row.tokens))
-        replies.append(turns)
+        replies.append(three_turns(CHAT.Chat(decoder, G.run_rows, tokenizer, None), 24))
     assert replies[0][1][0] > 20
     for turns in replies[1:]:
         for (n_cached, tokens), (n_plain, expected) in zip(turns, replies[0], strict=True):
@@ -10616,30 +10381,25 @@ def test_early_exit_schedule_equals_its_definition(form):
         assert summary["agreement"] == round(agreed / (new - 1), 4)
 
 
-def exit_text(model, prompt, new, depths, threshold) -> tuple[list[int], int, int, int]:
-    """The definition of ramps with fixed thresholds: each token is the prediction of the first ramp
-    that is confident, or the full model's, on the text so far and without a cache; at most
-    MAX_WAITING tokens in a row exit. -> text, exits, tokens with feedback, how many of them are the
-    full model's."""
-    text = [*prompt, model(torch.tensor([prompt]))[0, -1].argmax().item()]
-    n_exits, waiting, agreed, compared = 0, [], 0, 0
-    for _ in range(new - 1):
-        rows = torch.tensor([text])
-        full = model(rows)[0, -1].argmax().item()
-        token, exits = full, False
-        for depth in depths:
-            early = copy.copy(model)
-            early._modules = model._modules | {"layers": model.layers[:depth]}
-            best = early(rows)[0, -1].softmax(-1).max(-1)
-            if best.values >= threshold and len(waiting) < EE.MAX_WAITING:
-                token, exits = best.indices.item(), True
-                break
-        waiting.append(token == full)
-        n_exits += exits
-        if not exits:
-            agreed, compared, waiting = agreed + sum(waiting), compared + len(waiting), []
-        text.append(token)
-    return text, n_exits, compared, agreed
+def exits_of(model, texts, n_prompt: int, depths, threshold) -> tuple[torch.Tensor, tuple]:
+    """The definition of ramps with a fixed threshold, without a cache: each token of all rows is
+    the prediction of the first ramp that is confident in every row, or the full model's, on the
+    text so far; at most MAX_WAITING tokens in a row exit. -> the predictions (B, steps); numbers of
+    exits, of predictions with feedback, and how many of them are the full model's."""
+    rows = torch.tensor(texts)
+    predict = lambda d: EE.slice_layers(model, 0, d)(rows).softmax(-1)[:, n_prompt:-1].max(-1)
+    full, ramps = predict(len(model.layers)).indices, [*map(predict, depths)]
+    waiting, tokens, n_exits, compared, agreed = [], [], 0, 0, 0
+    for i in range(full.shape[1]):
+        confident = (ramp for ramp in ramps if (ramp.values[:, i] >= threshold).all())
+        ramp = next(confident, None) if len(waiting) < EE.MAX_WAITING else None
+        tokens.append(full[:, i] if ramp is None else ramp.indices[:, i])
+        waiting.append((tokens[-1] == full[:, i]).sum().item())
+        n_exits += ramp is not None
+        if ramp is None:
+            compared, agreed = compared + len(rows) * len(waiting), agreed + sum(waiting)
+            waiting = []
+    return torch.stack(tokens, 1), (n_exits, compared, agreed)
 
 
 class FixedThresholds(EE.ExitThresholds):
@@ -10668,10 +10428,10 @@ def test_early_exit_ramps_equal_their_definition(form):
         ramps = FixedThresholds(len(depths), threshold)
         decoder.speculator = steps = EE.RampExits(decoder, depths, ramps)
         text = prompt + spec_run(decoder, prompt, new)[0]
-        want, n_exits, compared, agreed = exit_text(model, prompt, new, depths, threshold)
-        assert text == want, (depths, threshold)
-        assert (steps.n_released, steps.n_compared, steps.n_agreed) == (n_exits, compared, agreed)
-        total += n_exits if 0 < threshold < 1 else 0
+        want, counts = exits_of(model, [text], len(prompt), depths, threshold)
+        assert text[len(prompt) + 1 :] == want[0].tolist(), (depths, threshold)
+        assert (steps.n_released, steps.n_compared, steps.n_agreed) == counts
+        total += counts[0] if 0 < threshold < 1 else 0
         steps.thresholds.values = [math.inf] * len(depths)
         decoder.next()  # takes all waiting tokens through the rest
         cache = exit_decoder(model, new + 2).cache
@@ -10696,39 +10456,27 @@ def test_early_exit_rows_leave_together():
     decoder.speculator = steps = EE.RampExits(decoder, (3,), FixedThresholds(1, 0.2))
     texts = spec_run(decoder, [5, 9, 33], new)
     assert len(set(map(tuple, texts))) == rows and 0 < steps.n_released < new - 1
-    full = model(torch.tensor([[5, 9, 33, *text] for text in texts])).argmax(-1)[:, 3:-1]
-    early = EE.slice_layers(model, 0, 3)
-    best = early(torch.tensor([[5, 9, 33, *text] for text in texts])).softmax(-1)[:, 3:-1].max(-1)
-    leaves, waiting, agreed, compared = (best.values >= 0.2).all(0).tolist(), [], 0, 0
-    for i, confident in enumerate(leaves):
-        exits = confident and len(waiting) < EE.MAX_WAITING
-        waiting.append((best.indices[:, i] == full[:, i]).sum().item() if exits else rows)
-        if not exits:
-            agreed, compared, waiting = agreed + sum(waiting), compared + rows * len(waiting), []
-    assert (steps.n_agreed, steps.n_compared) == (agreed, compared)
+    _, counts = exits_of(model, [[5, 9, 33, *text] for text in texts], 3, (3,), 0.2)
+    assert (steps.n_released, steps.n_compared, steps.n_agreed) == counts
 
 
-def release_online(
-    records: Iterable, target: float, window: int, max_waiting: int = 8
-) -> tuple[list[bool], int]:
+def release_online(records: Iterable, target: float, window: int) -> tuple[list, list]:
     """Records of tokens through ExitThresholds as RampExits uses it. -> of each token whether it is
-    what the full model says, and how many tokens were released."""
-    thresholds, waiting, right, n_released = None, [], [], 0
+    what the full model says, and whether it was released."""
+    thresholds, waiting, right, released = None, [], [], []
     for ramps in records:
         thresholds = thresholds or EE.ExitThresholds(len(ramps), target, window)
-        released = next(
-            (i for i, (c, _) in enumerate(ramps) if c >= thresholds.values[i]), None
-        )
-        waiting.append((ramps, released))
-        if len(waiting) > max_waiting or not thresholds.allow(len(waiting)):
-            waiting[-1] = ramps, None
-        right.append(waiting[-1][1] is None or ramps[waiting[-1][1]][1])
-        n_released += waiting[-1][1] is not None
-        if waiting[-1][1] is None:
+        ramp = next((i for i, (c, _) in enumerate(ramps) if c >= thresholds.values[i]), None)
+        if len(waiting) >= EE.MAX_WAITING or not thresholds.allow(len(waiting) + 1):
+            ramp = None
+        waiting.append((ramps, ramp))
+        right.append(ramp is None or ramps[ramp][1])
+        released.append(ramp is not None)
+        if ramp is None:
             for each in waiting:
                 thresholds.observe(*each)
             waiting = []
-    return right, n_released
+    return right, released
 
 
 def least_agreement(right: list[bool], window: int) -> float:
@@ -10737,61 +10485,36 @@ def least_agreement(right: list[bool], window: int) -> float:
     return 1 - max(b - a for a, b in zip(wrong, wrong[window:])) / window
 
 
-@given(strategies.integers(0, 10**6), strategies.sampled_from((0.8, 0.9, 0.97)))
-@hypothesis.settings(max_examples=40)
-def test_early_exit_thresholds_hold_against_any_drift(seed, target):
-    """Ramps that are wrong when they are most confident, from a random token on: in every window
-    the target holds, and before the drift tokens are released."""
-    rng, window = random.Random(seed), 100
+@given(
+    strategies.integers(0, 10**6), strategies.sampled_from(((0.8, 0.6), (0.9, 0.4), (0.97, 0.1)))
+)
+@hypothesis.settings(max_examples=15)
+def test_early_exit_thresholds_hold_against_any_drift(seed, bounds):
+    """Ramps that are wrong when they are most confident, for 100 tokens from a random one on: in
+    every window the target holds; before the drift, and some time after it, most tokens that the
+    target allows are released."""
+    (target, least), rng, window, records = bounds, random.Random(seed), 100, []
     drift = rng.randint(150, 300)
-    records = []
-    for i in range(500):
-        ramps = []
-        for _ in range(1 + seed % 2):
-            c = rng.random()
-            ramps.append((c, rng.random() < (c**0.1 if i < drift else 1 - c)))
-        records.append(ramps)
-    right, n_released = release_online(records, target, window)
+    for i in range(700):
+        p = lambda c: 1 - c if drift <= i < drift + 100 else c**0.1
+        confidences = [rng.random() for _ in range(1 + seed % 2)]
+        records.append([(c, rng.random() < p(c)) for c in confidences])
+    right, released = release_online(records, target, window)
     assert least_agreement(right, window) >= target - 1e-9
-    assert n_released > 3
-
-
-@torch.inference_mode()
-@pytest.mark.slow
-def test_early_exit_on_held_out_text_keeps_its_target():
-    """checkpoints/small on held-out code, then prose: thresholds tuned online keep 99% in every
-    window across the change, while tokens are released on both sides of it. With fixed thresholds,
-    agreement rises and the tokens released fall from threshold to threshold."""
-    model, encode = HF.load_checkpoint(SMALL, dtype=torch.float32), K.load_tokenizer(SMALL).encode
-    held_out = [(n, t) for n, t in DA.stream_documents(None) if DA.is_validation(n)]
-    prose = next(text for name, text in held_out if "topics" in name)
-    code = "".join(t for n, t in held_out if "topics" not in n and "encodings" not in n)
-    rows = [EE.text_rows(encode(text[20_000:30_000])[:2048], model) for text in (code, prose)]
-    records = EE.ramp_records(model, (4, 5), torch.cat(rows))
-    half = len(rows[0]) * rows[0].shape[1]
-    right, n_released = release_online(records, 0.99, EE.WINDOW)
-    assert least_agreement(right, EE.WINDOW) >= 0.99
-    after, n_before = right[half:], release_online(records[:half], 0.99, EE.WINDOW)[1]
-    assert sum(after) / len(after) >= 0.99 and 0.05 * half < n_before < n_released - 20
-    for i in range(2):
-        agreement, shares = [], []
-        for t in (0.0, 0.3, 0.6, 0.9, 0.99, 2.0):
-            left = [right for confidence, right in (r[i] for r in records) if confidence >= t]
-            agreement.append(1 - (len(left) - sum(left)) / len(records))
-            shares.append(len(left) / len(records))
-        assert agreement == sorted(agreement) and shares == sorted(shares, reverse=True)
-        assert agreement[0] < 0.8 and agreement[-1] == 1.0
+    assert statistics.mean(released[:drift]) > least < statistics.mean(released[-150:])
 
 
 @torch.inference_mode()
 def test_early_exit_fitted_maps_solve_the_ridge_regression():
     """The maps equal torch.linalg.lstsq with the ridge as further rows, and predict the final
-    hidden states better than the model's norm alone."""
+    hidden states better than the model's norm alone. ramp_records has their confidences, and
+    whether they are right."""
     model, depths = exit_model("dense"), (1, 3)
     rows = random_tokens(model.config, 12, 24)
     maps = EE.fit_maps(model, depths, rows)
     full = model(rows, return_hidden=True).flatten(0, 1)
-    for depth, fitted in zip(depths, maps, strict=True):
+    records = EE.ramp_records(model, depths, rows, maps)
+    for i, (depth, fitted) in enumerate(zip(depths, maps, strict=True)):
         x = EE.slice_layers(model, 0, depth)(rows, return_hidden=True).flatten(0, 1)
         a = F.pad(x.double(), (0, 1), value=1.0)
         ridge = EE.RIDGE * (a * a).sum(0).mean()
@@ -10800,6 +10523,10 @@ def test_early_exit_fitted_maps_solve_the_ridge_regression():
         want = torch.linalg.lstsq(stacked, target).solution
         close(torch.cat((fitted.weight.T, fitted.bias[None])), want.float(), 1e-4)
         assert (fitted(x) - full).norm() < 0.9 * (x - full).norm()
+        best = model.head(fitted(x)).softmax(-1).max(-1)
+        confidences, right = zip(*(record[i] for record in records), strict=True)
+        close(torch.tensor(confidences), best.values)
+        assert [*right] == (best.indices == model.head(full).argmax(-1)).tolist()
 
 
 def test_early_exit_flags_reach_the_steps(tmp_path):
@@ -10854,6 +10581,14 @@ def test_early_exit_confidence_of_an_error_does_not_exit_again():
             assert steps.exits(0, logits) == (threshold == confidence)
 
 
+def draft_copy(folder: Path, **changes) -> Path:
+    """A copy of checkpoints/draft with these fields of config.json."""
+    shutil.copytree(DRAFT, folder / "copy")
+    config = json.loads((DRAFT / "config.json").read_text())
+    (folder / "copy" / "config.json").write_text(json.dumps(config | changes))
+    return folder / "copy"
+
+
 def test_early_exit_reports_what_it_knows(tmp_path):
     """No agreement without a step, nor of text whose logits were changed; the schedule ends with
     the text, also where the context shortens it."""
@@ -10863,11 +10598,9 @@ def test_early_exit_reports_what_it_knows(tmp_path):
     for more in ("repetition_penalty=1.5", "logit_bias=5:3", "presence_penalty=1"):
         got = generated(f"{flags} 6:6 --max-new-tokens 4 --set {more}", "x =")
         assert got["agreement"] is None and got["layers_saved"] == 0
-    shutil.copytree(DRAFT, tmp_path / "short")
-    config = json.loads((tmp_path / "short/config.json").read_text())
-    L, config["max_position_embeddings"] = config["num_hidden_layers"], 24
-    (tmp_path / "short/config.json").write_text(json.dumps(config))
-    got = generated(f"{flags} {L}:1 --checkpoint {tmp_path / 'short'}", "x =")
+    short = draft_copy(tmp_path, max_position_embeddings=24)
+    L = HF.read_config(short / "config.json").n_layers
+    got = generated(f"{flags} {L}:1 --checkpoint {short}", "x =")
     n = got["new_tokens"] - 1
     depths = [math.ceil(L - (L - 1) * i / (n - 1) - 1e-9) for i in range(n)]
     assert n < 24 and got["layers_per_step"] == pytest.approx(sum(depths) / n, abs=1e-3)
@@ -11221,16 +10954,15 @@ def test_kv_select_chat_returns_to_an_earlier_position():
     that of a plain cache; with less, replies go on."""
     model, tokenizer, replies = spec_target("dense"), K.load_tokenizer(SMALL), []
     policies = ("h2o", "infinigen")
+
+    def rewrite(ids: list[int]) -> None:
+        ids[-9:] = [5] * 9  # the cache is truncated to the common prefix
+
     for name, n in (("", 0), *product(policies, (199, 16))):
         cache = budgeted(model, name, n, 1, 200) if name else None
         decoder = G.Decoder(model, 200, GREEDY, cache=cache)
-        chat, turns = CHAT.Chat(decoder, G.run_rows, tokenizer, None), []
-        for line in ("x = [1, 2, 3]\ny = [1, 2", "\nfor i in x:\n", "\ndef f(x"):
-            row = spec_continuation()
-            _, *steps = chat.ask(line, GREEDY, 12, row, 200)
-            turns.append(row.tokens)
-            chat.ids[-9:] = [5] * 9  # the cache is truncated to the common prefix
-        replies.append(turns)
+        chat = CHAT.Chat(decoder, G.run_rows, tokenizer, None)
+        replies.append([tokens for _, tokens in three_turns(chat, 12, rewrite)])
         model.layer_groups = None
     assert all(turns == replies[0] for turns in replies[1::2])
     assert all([len(tokens) for tokens in turns] == [12] * 3 for turns in replies)
@@ -11268,14 +11000,12 @@ def test_kv_select_windows_keep_their_own_tokens_alone():
 def test_kv_select_perplexity_is_that_of_steps(policy, tmp_path):
     """A prompt of the budget's length, then a step for each token, also where the rotation depends
     on the length of a call."""
-    shutil.copytree(DRAFT, tmp_path / "model")
-    config = json.loads((tmp_path / "model/config.json").read_text())
-    config |= dict(max_position_embeddings=20, rope_scaling=dict(rope_type="dynamic", factor=9.0))
-    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    scaling = dict(rope_type="dynamic", factor=9.0)
+    folder = draft_copy(tmp_path, max_position_embeddings=20, rope_scaling=scaling)
     (tmp_path / "text").write_text(inspect.getsource(textwrap.dedent)[:200])
-    flags = f"--perplexity {tmp_path / 'text'} --checkpoint {tmp_path / 'model'} --json"
+    flags = f"--perplexity {tmp_path / 'text'} --checkpoint {folder} --json"
     got = generated(f"{flags} --kv-budget 12 --kv-policy {policy}")
-    model = HF.load_checkpoint(tmp_path / "model", dtype=torch.float32)
+    model = HF.load_checkpoint(folder, dtype=torch.float32)
     text = torch.tensor([K.load_tokenizer(DRAFT).encode((tmp_path / "text").read_text())])
     cache, logits, T = budgeted(model, policy, 12, 1, text.shape[1]), [], text.shape[1]
     with torch.inference_mode():
@@ -11463,12 +11193,9 @@ def test_cascade_of_the_command_line_keeps_what_the_scorer_trusts(tmp_path):
 
 def test_cascade_prompt_that_the_small_context_does_not_hold(tmp_path):
     """The large model answers; one that neither holds is refused."""
-    shutil.copytree(DRAFT, tmp_path / "short")
-    config = json.loads((tmp_path / "short/config.json").read_text())
-    config["max_position_embeddings"] = 8
-    (tmp_path / "short/config.json").write_text(json.dumps(config))
     flags, prompt = "--temperature 0 --max-new-tokens 4", "x = [1, 2, 3, 4, 5, 6, 7"
-    cascade = f"--cascade {tmp_path / 'short'} --cascade-threshold 0"
+    short = draft_copy(tmp_path, max_position_embeddings=8)
+    cascade = f"--cascade {short} --cascade-threshold 0"
     assert generated(f"{flags} {cascade}", prompt) == generated(flags, prompt)
     done = run_generate(prompt * 200, *f"{flags} {cascade}".split())
     assert done.code == 2 and "the model's context" in done.err and "is 512" in done.err
@@ -11661,8 +11388,7 @@ metric_list: [{metric: acc}, {metric: acc_norm}]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shots", [0, 2])
-def test_evaluate_lm_eval_gives_the_accuracies_of_choices(shots, tmp_path):
+def test_evaluate_lm_eval_gives_the_accuracies_of_choices(tmp_path):
     """lm-eval's program with --model sheaf on a local task: acc, acc_norm, their standard errors
     and every log-likelihood are those of --choices, also of int8 weights."""
     pytest.importorskip("lm_eval", reason="pip install lm_eval==0.4.13")
@@ -11671,13 +11397,13 @@ def test_evaluate_lm_eval_gives_the_accuracies_of_choices(shots, tmp_path):
     argv = ["-m", "generation.lm_eval_model", "--model", "sheaf", "--tasks", "local"]
     argv += ["--model_args", f"checkpoint={DRAFT},dtype=fp32,quantize=int8,max_num_seqs=8"]
     argv += ["--include_path", tmp_path, "--output_path", tmp_path / "out", "--log_samples"]
-    done = run(*argv, "--num_fewshot", shots, "--device", "cpu", env={"HF_HUB_OFFLINE": "1"})
+    done = run(*argv, "--num_fewshot", 2, "--device", "cpu", env={"HF_HUB_OFFLINE": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     (results,), (samples,) = (
         [*(tmp_path / "out").rglob(f"{name}*")] for name in ("results", "samples")
     )
     theirs = json.loads(results.read_text())["results"]["local"]
-    flags = f"--num-fewshot {shots} --checkpoint {DRAFT} --quantize int8 --json"
+    flags = f"--num-fewshot 2 --checkpoint {DRAFT} --quantize int8 --json"
     ours = generated(f"--choices {path} {flags}")
     for name in ("acc", "acc_norm"):
         assert theirs[f"{name},none"] == ours[name]
@@ -11768,20 +11494,9 @@ def test_evaluate_bradley_terry_solves_the_likelihood_equations(seed):
     close(RATE.bradley_terry(RATE.count_wins(votes)[1])[0], ratings, 1e-9)
 
 
-def test_evaluate_bradley_terry_of_two_models_in_closed_form():
-    """400 log10(a / b) between them; each standard error is half of sqrt(1 / a + 1 / b) nats."""
-    for a, b in itertools.product(range(1, 60, 3), (1, 2, 13, 400)):
-        ratings, errors = RATE.bradley_terry(torch.tensor([[0.0, a], [b, 0.0]]).double())
-        assert float(ratings[0] - ratings[1]) == pytest.approx(400 * math.log10(a / b), abs=1e-3)
-        half = 0.5 * math.sqrt(1 / a + 1 / b) * 400 / math.log(10)
-        assert errors.tolist() == pytest.approx([half] * 2, rel=1e-5)
-
-
 def test_evaluate_elo_is_the_running_formula():
-    """From 1000, by K times the surprise: an even win moves 2 points of K = 4, an even tie none;
-    the sum stays; order matters."""
-    win, tie = RATE.Vote("a", "b", 1.0), RATE.Vote("a", "b", 0.5)
-    assert RATE.elo([win]) == {"a": 1002.0, "b": 998.0} and set(RATE.elo([tie]).values()) == {1000}
+    """From 1000, by K times the surprise, K = 4 by default; the sum stays; order matters."""
+    assert RATE.elo([RATE.Vote("a", "b", 1.0)]) == {"a": 1002.0, "b": 998.0}
     votes, _ = draw_votes(3)
     R = dict.fromkeys(sorted({v.a for v in votes} | {v.b for v in votes}), 1000.0)
     for a, b, result in votes:
@@ -11796,7 +11511,7 @@ def test_evaluate_ratings_program_reads_both_formats(tmp_path, capsys):
     """The page's exported votes and LMSYS's give the same table, best first; the page writes the
     fields that it reads. Votes without a finite rating, and broken lines, are one line."""
     page = (REPO / "serving" / "page.html").read_text()
-    assert "chosen_model: best.model, rejected_model: other.model" in page
+    assert "chosen_model:" in page and "rejected_model:" in page
     wins = [("x", "y")] * 6 + [("y", "x")] * 3 + [("y", "z"), ("z", "y"), ("z", "x")]
     ours = [dict(chosen_model=a, rejected_model=b, prompt="") for a, b in wins]
     winner = lambda a, b: "model_a" if a < b else "model_b"
@@ -12038,88 +11753,62 @@ def test_structured_allowed_tokens_are_those_of_the_language(kind):
     assert grammar.allowed(-1).all()
 
 
-def random_schema(rng: random.Random, depth: int = 2) -> dict:
-    """A random schema of the supported keywords."""
-    new = partial(random_schema, rng, depth - 1)
-    scalars = [
-        *({"type": t} for t in ("null", "boolean", "integer", "number", "string")),
-        {"type": "string", "minLength": 2, "maxLength": 4}, {"const": 'q"\\\n'},
-        {"enum": ["a.b", None, 1.5, {"k": [1, "é"]}]}, {"type": ["null", "integer"], "title": "t"},
-        {"type": "string", "pattern": "^ab|[c-e]{2}$"}, {"$ref": "#/$defs/x"},
-        *({"type": "string", "format": f} for f in ("date", "time", "date-time", "uuid")),
-    ]  # fmt: skip
-    kind = rng.choice(["scalar", "any", "array", "map", "object", "object"]) if depth else "scalar"
-    if kind == "scalar":
-        return rng.choice(scalars)
-    if kind == "any":
-        return {"anyOf": [new(), new()]}
-    if kind == "array":
-        low = rng.randrange(3)
-        return {"items": new(), "minItems": low, "maxItems": low + rng.randrange(3)}
-    if kind == "map":
-        return {"type": "object", "additionalProperties": rng.choice([True, False, new()])}
-    names = rng.sample(["name", 'q"', "a.b", "é", "x y"], rng.randint(1, 4))
-    required = [name for name in names if rng.random() < 0.6]
-    return {"properties": {name: new() for name in names}, "required": required}
+SCHEMA_TEXTS = [  # a schema, texts that are valid JSON under it, and others
+    ({"type": "integer"}, ["0", "-7", "120"], ["01", "1.0", "-", '"1"']),
+    ({"type": "number"}, ["0", "-1.25e-7", "3E9"], [".5", "1.", "1e", "01"]),
+    ({"type": ["null", "boolean"], "title": "t"}, ["null", "true", "false"], ["0", "nul"]),
+    ({"type": "string"}, ['""', r'"é \n\\\"世"'], ['"', '"\n"', r'"\x"', '"a"b"']),
+    ({"minLength": 2, "maxLength": 3}, ['"ab"', r'"a\"b"'], ['"a"', '"abcd"', "ab"]),
+    ({"type": "string", "pattern": "^ab|[c-e]{2}$"}, ['"ab"', '"de"'], ['"abde"', '"c"']),
+    ({"format": "date"}, ['"2024-02-28"', '"1999-12-01"'], ['"2024-13-01"', '"2024-02-30"']),
+    ({"format": "time"}, ['"23:59:59Z"', '"00:00:00.5Z"'], ['"24:00:00Z"', '"12:60:00Z"', '"1Z"']),
+    ({"format": "date-time"}, ['"2024-02-28T23:59:59Z"'], ['"2024-02-28 23:59:59Z"']),
+    ({"format": "uuid"}, [f'"{"0f" * 4}-0a1b-0a1b-0a1b-{"0f" * 6}"'], [f'"{"0f" * 16}"']),
+    ({"const": 'q"\\\n'}, [r'"q\"\\\n"'], ['"q"', "q"]),
+    ({"enum": ["a.b", 1.5, {"k": [1, "é"]}]}, ['"a.b"', "1.5", '{"k":[1,"é"]}'], ['"a-b"', "1"]),
+    ({"anyOf": [{"type": "null"}, {"$ref": "#/$defs/x"}], "$defs": {"x": {"const": 3}}},
+     ["null", "3"], ["33", ""]),
+    ({"items": False}, ["[]"], ["[1]"]),
+    ({"items": {"items": {"const": 1}}}, ["[]", "[[]]", "[[1,1],[]]"], ["[1]", "[[],]", "[[1 1]]"]),
+    ({"additionalProperties": False}, ["{}"], ['{"a":1}']),
+    ({"additionalProperties": {"type": "null"}}, ["{}", '{"a":null,"b":null}'], ['{"a":1}', "{,}"]),
+    ({"type": "object"}, ['{"a":[{"b":-1},"c"],"d":{}}'], ['{"a":[[[1]]]}', "[]", '{"a"}']),
+]  # fmt: skip
 
 
-JSON_FORMATS = {"date": r"\d{4}-\d\d-\d\d", "time": r"\d\d:\d\d:\d\d(\.\d+)?Z"}
-JSON_FORMATS["date-time"] = "T".join(JSON_FORMATS.values())
-JSON_FORMATS["uuid"] = "[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
-
-
-def is_valid(value, schema: dict, defs: dict) -> bool:
-    """A JSON value is valid under a schema of random_schema, by the definitions of its keywords."""
-    kinds = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
-    kind = kinds.get(type(value), "integer" if type(value) is int else "number")
-    types = schema.get("type", kind)
-    ok = kind in types or (kind == "integer" and "number" in types)
-    ok &= value in schema.get("enum", [value]) and value == schema.get("const", value)
-    ok &= "$ref" not in schema or is_valid(value, defs[schema["$ref"].split("/")[-1]], defs)
-    ok &= any(is_valid(value, each, defs) for each in schema.get("anyOf", [{}])) if schema else True
-    ok &= not {"items", "properties"} & schema.keys() or kind in ("array", "object")
-    if kind == "array":
-        ok &= schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", INF)
-        ok &= all(is_valid(each, schema.get("items", {}), defs) for each in value)
-    elif kind == "object":
-        members, more = schema.get("properties", {}), schema.get("additionalProperties", True)
-        ok &= {*schema.get("required", ())} <= value.keys() and (more is not False or not value)
-        more = {} if isinstance(more, bool) else more
-        ok &= all(is_valid(each, members.get(name, more), defs) for name, each in value.items())
-    elif kind == "string":
-        ok &= schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", INF)
-        ok &= re.search(schema.get("pattern", ""), value) is not None
-        ok &= (
-            re.fullmatch(JSON_FORMATS.get(schema.get("format"), ".*"), value, re.DOTALL) is not None
+def test_structured_patterns_of_schemas_match_valid_json_alone():
+    """Texts match a schema's pattern if they are JSON and valid under it: each keyword; every
+    choice of required and of given members, in their order; every number of items."""
+    for schema, valid, invalid in SCHEMA_TEXTS:
+        pattern = JS.pattern_of_schema(schema)
+        for text in valid:
+            json.loads(text)
+            assert re.fullmatch(pattern, text), (schema, text)
+        assert not [text for text in invalid if re.fullmatch(pattern, text)], schema
+    names, dump = ["x y", 'q"', "a.b"], partial(json.dumps, separators=(",", ":"))
+    chosen = [[*each] for n in range(4) for each in combinations(names, n)]
+    for required, given in product(chosen, chosen):
+        members = {name: {"type": "null"} for name in names}
+        pattern = JS.pattern_of_schema({"properties": members, "required": required})
+        fits = {*required} <= {*given}
+        assert bool(re.fullmatch(pattern, dump(dict.fromkeys(given)))) == fits
+        assert len(given) < 2 or not re.fullmatch(pattern, dump(dict.fromkeys(given[::-1])))
+    for low, more, n in product(range(3), (0, 1, 2, INF), range(6)):
+        schema = {"items": {"type": "null"}, "minItems": low}
+        schema |= {} if more == INF else {"maxItems": low + more}
+        assert bool(re.fullmatch(JS.pattern_of_schema(schema), dump([None] * n))) == (
+            low <= n <= low + more
         )
-        if ok and schema.get("format", "").startswith("date"):
-            date.fromisoformat(value[:10])
-    return bool(ok)
 
 
-@pytest.mark.slow
-def test_structured_json_validates_under_its_schema():
-    """Random texts of 50 random schemas are JSON and valid under them, also as OpenAI's
-    response_format, and as a json_object; a wrong schema finds them invalid."""
-    vocabulary, rng, found = structured_vocabulary("bytes"), random.Random(3), set()
-    defs = {"x": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}}
-    for i in range(50):
-        schema = random_schema(rng) | {"$defs": defs} if i else {"type": "object"}
-        spec = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
-        pattern = JS.from_response_format(spec if i else {"type": "json_object"})
-        grammar, state, text = vocabulary.grammar(pattern), 0, b""
-        while state >= 0:
-            ids = grammar.allowed(state).nonzero()[:, 0].tolist()
-            ends = {34, 44, 93, 125, 256} & {*ids}  # likely to end what is unbounded
-            token = rng.choice([*ids, *[*ends] * 20])
-            state, text = grammar.advance(state, token), text + vocabulary.tokens[token]
-        value = json.loads(text)
-        assert is_valid(value, schema, defs), (schema, value)
-        found |= {type(value), is_valid(value, {"type": "object", "minProperties": 1}, defs)}
-    assert (
-        found >= {dict, list, str, True, False}
-        and JS.from_response_format({"type": "text"}) is None
-    )
+def test_structured_response_formats_are_patterns():
+    """OpenAI's response_format, which compiles as a pattern of structured.py."""
+    schema = {"properties": {"a.b": {"enum": ["é", 'q"', {"k y": [1]}]}}, "required": ["a.b"]}
+    spec = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    assert JS.from_response_format(spec) == JS.pattern_of_schema(schema)
+    any_object = JS.from_response_format({"type": "json_object"})
+    assert any_object == JS.pattern_of_schema({"type": "object"})
+    assert JS.from_response_format({"type": "text"}) is None
 
 
 PERSON = r'\{"name": "(?:Ada|Bob|Zoë)", "age": [1-9][0-9]?, "ok": (?:true|false)\}'
@@ -31852,7 +31541,26 @@ x --logprobs 4097 --json                    | --logprobs 4096 4097
 x --attention fast                          | --attention sdpa flash
 x --system-prompt s                         | --system-prompt --chat
 x --set forced_acceptance=1.5 --speculate ngram --bench | --set forced_acceptance 1.5
-x --speculate ngram --speculate-k 65        | --speculate-k 64 65
+x --speculate ngram --speculate-k 65        | --speculate-k must be from 1 to 64 65
+x --speculate ngram --speculate-k 0         | --speculate-k must be from 1 to 64
+x --speculate ngram --speculate-k many      | --speculate-k must be from 1 to 64
+x --speculate ngram --speculate-k confidence | --speculate-k requires --speculate draft
+x --speculate-k 3                           | --speculate-k requires --speculate
+x --speculate draft --checkpoint {MOE}      | --speculate draft requires --draft-model DIR
+x --speculate draft --draft-model nowhere   | nowhere
+x --speculate mtp                           | --speculate mtp multi-token prediction
+x --speculate head --draft-model .          | --speculate head no draft_head.safetensors
+x --speculate head --checkpoint {MOE} --draft-model {SMALL} | hidden size 256 192
+x --speculate exit --set exit_layers=6      | --set exit_layers must be from 1 to 5, not 6
+x --speculate ngram --set exit_layers=2     | exit_layers requires --speculate exit
+x --speculate staged --n 2                  | --speculate staged requires --n 1
+x --speculate draft --n 2 {AHEAD}           | draft_ahead=true requires --n 1
+x --speculate exit {AHEAD}                  | draft_ahead requires --speculate draft
+--batch x --speculate draft {AHEAD}         | draft_ahead cannot be combined
+x --draft-model x                           | --draft-model requires --speculate
+x --speculate ngram --draft-model x         | --draft-model requires --speculate draft
+--speculate ngram --perplexity README.md    | --speculate cannot be combined
+x --speculate ngram --set forced_acceptance=0.5 | forced_acceptance requires --bench
 x --checkpoint {SMALL}/config.json          | config.json its folder
 x --checkpoint Qwen/Qwen3-8B                | Qwen/Qwen3-8B download it
 --perplexity /nowhere                       | --perplexity /nowhere
