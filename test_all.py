@@ -33176,7 +33176,7 @@ def test_generate_interactive_turns_equal_single_runs(monkeypatch):
     assert done.code == 0 and done.out.startswith("\n".join([*texts, ""])), done.out
     assert done.out.endswith(f"\n{texts[0]}\n"), done.out
     assert len(re.findall(r"\[\d+ tokens, .* 12 new in ", done.err)) == 3
-    assert done.err.count("interrupted]") == 1 and done.err.count("new conversation") == 2
+    assert done.err.count("interrupted]") == 1 and done.err.count("\nnew conversation") == 2
     assert "holds 120; /reset" in done.err
 
 
@@ -33586,11 +33586,8 @@ def test_generate_streaming_hides_behind_computation():
     """On a link that needs 8 ms per layer, layers that compute 10 ms run within a fifth of
     resident ones; layers that compute 1 ms at the link's speed."""
     x = torch.ones(1)
-    for seconds, low, high in ((0.010, 0.9, 1.2), (0.001, 3.0, 12.0)):
+    for seconds, low, high in ((0.010, 1.0, 1.2), (0.001, 3.0, 12.0)):
         layers = nn.Sequential(*(Slow(seconds) for _ in range(12)))
-        start = time.perf_counter()
-        layers(x)
-        resident = time.perf_counter() - start
         stream = STREAM.LayerStream("cpu", torch.device("cpu"), bandwidth=4032 / 0.008)
         for layer in layers:
             stream.add(layer)
@@ -33598,7 +33595,7 @@ def test_generate_streaming_hides_behind_computation():
         layers(x)
         start = time.perf_counter()
         layers(x)
-        assert low < (time.perf_counter() - start) / resident < high
+        assert low < (time.perf_counter() - start) / (12 * seconds) < high
         stream.close()
 
 
@@ -33917,7 +33914,6 @@ slow 2 | --cp 2                       | {greedy} --bench 2 --max-new-tokens 4 |
 slow 2 | --cp 2 --offload cpu         | {sampled} |
 slow 4 | --cp 4                       | {sampled} --n 8 --checkpoint {windowed} |
 slow 4 | --cp 4                       | {greedy} --checkpoint {deeper} |
-slow 2 | --tp 2 --compile             | {greedy} --checkpoint {qwen} |
 slow 2 | --tp 2 --compile             | {greedy} --checkpoint {moe} --n 2 |
 slow 2 | --tp 2                       | {perplexity} |
 slow 2 | --tp 2                       | --choices {questions} --json --kv-blocks 64 |
