@@ -32670,7 +32670,7 @@ greedy samples                  | --checkpoint {windowed}               | --atte
 greedy                          | --checkpoint {windowed} --speculate ngram | --attention flash |
 greedy samples perplexity       | --checkpoint {primer}                 | --attention flash |
 greedy samples interactive      | --checkpoint {primer}                 | --speculate ngram |
-slow greedy samples             | --checkpoint {primer}                 | --compile         |
+slow greedy                     | --checkpoint {primer}                 | --compile         |
 slow greedy samples perplexity batch |                                       | --offload cpu     |
 greedy batch                    | --checkpoint {moe}                    | --offload {disk}  |
 greedy                          | --speculate ngram                     | --reference {text} |
@@ -32702,25 +32702,22 @@ slow serving                    | --checkpoint {moe}                    | --set 
 slow perplexity batch interactive | --checkpoint {moe8}                 | --set experts=loop |
 greedy perplexity | | --checkpoint {small8}                  | --checkpoint {small} --quantize int8
 samples batch                   | --regex [a-z]+=[0-9]{{3}}n.me | --speculate ngram |
-slow greedy samples             | --checkpoint {moe}                    | --compile         |
+slow greedy                     | --checkpoint {moe}                    | --compile         |
 slow greedy | --checkpoint {moe} --quantize int8              | --compile --set experts=loop |
 """
 
 
 @pytest.mark.parametrize("modes, common, on, off", table(GENERATE))
 def test_generate_flag_on_equals_off(modes, common, on, off, generate_files):
-    """Rows of GENERATE: in the modes, the flags "on" give the text of "off", beside common ones. A
-    step is compiled once."""
+    """Rows of GENERATE: in the modes, the flags "on" give the text of "off", beside common ones."""
     if "--compile" in on and not has_compiler():
         pytest.skip("no C++ compiler")
     for mode in modes.split():
         both = []
         for flags in (on, off):
-            torch._dynamo.reset()
             generate_files["results"].unlink(missing_ok=True)
             argv = f"{common} {flags} {GENERATE_MODES[mode]}".format(**generate_files)
-            with torch.compiler.set_stance("fail_on_recompile"):
-                both.append(generated(argv, stdin="def f(\nimport os\n/reset\nclass A:\n"))
+            both.append(generated(argv, stdin="def f(\nimport os\n/reset\nclass A:\n"))
         same_text(*both)
         assert mode not in ("greedy", "interactive") or len(str(both[0])) > 60
 
@@ -32998,6 +32995,25 @@ def test_generate_n_samples_equal_n_runs():
         assert new_tokens(together, prompt, 40, eos) == alone
         assert len(set(map(tuple, alone))) == 4
     assert len({len(tokens) for tokens in alone}) > 1  # rows ended at different steps
+
+
+@pytest.mark.skipif(not has_compiler(), reason="torch.compile on CPU needs a C++ compiler")
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sampled", "latent-experts"])
+def test_generate_compiled_decode_equals_eager(kind):
+    """The compiled step (static cache, sampler, absorbed MLA, gathered experts) gives the tokens of
+    eager mode, and is compiled once."""
+    torch._dynamo.reset()
+    config = latent() if kind == "latent-experts" else tiny()
+    sampled = P.SamplingParams(0.9, top_k=20, presence_penalty=0.3, seed=5)
+    params = sampled if kind == "sampled" else GREEDY
+    model, batch = random_model(config), 9 if kind == "latent-experts" else 1
+    prompts = [random_tokens(config, n, seed=n).tolist() for n in (5, 23)]
+    eager = G.Decoder(model, 64, params, batch)
+    expected = [new_tokens(eager, p, 30) for p in prompts]
+    compiled = G.Decoder(model, 64, params, batch, compiled=True)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert [new_tokens(compiled, p, 30) for p in prompts] == expected
 
 
 @pytest.mark.parametrize("max_len", [40, 64])
