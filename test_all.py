@@ -14802,12 +14802,18 @@ def streamed_texts(events: Iterable[tuple[str, Any]], n: int = 1) -> list[str]:
     return texts
 
 
-async def http_stream(client: httpx.AsyncClient, body: dict) -> str:
-    """The text of a completion, which must end well."""
-    async with client.stream("POST", "/v1/completions", json=body | dict(stream=True)) as response:
-        lines = [line async for line in response.aiter_lines() if line]
-    assert response.status_code == 200 and lines[-1] == "data: [DONE]", lines[-1]
-    return streamed_texts(http_events(lines))[0]
+async def http_texts(url: str, bodies: list[dict]) -> list[str]:
+    """The texts of completions at once, each of which must end well."""
+
+    async def text(body: dict) -> str:
+        async with client.stream("POST", "/v1/completions", json=body | dict(stream=True)) as r:
+            lines = [line async for line in r.aiter_lines() if line]
+        assert r.status_code == 200 and lines[-1] == "data: [DONE]", lines[-1]
+        return streamed_texts(http_events(lines))[0]
+
+    limits = httpx.Limits(max_connections=len(bodies))
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+        return await asyncio.gather(*map(text, bodies))
 
 
 def http_reference(prompt: Any, chat: bool = False, **params) -> list[K.Continuation]:
@@ -14826,17 +14832,18 @@ def http_reference(prompt: Any, chat: bool = False, **params) -> list[K.Continua
 
 
 HTTP_PROMPT = "def add(a, b):\n"
-HTTP_COMPLETIONS = [  # fields of a body, and the SamplingParams that they mean
-    (dict(temperature=0, max_tokens=9), dict(temperature=0, max_new_tokens=9)),
-    (dict(seed=3), dict(seed=3, max_new_tokens=16)),
-    (dict(seed=3, temperature=0.7, top_p=0.9, n=3), dict(seed=3, temperature=0.7, top_p=0.9, n=3)),
-    (dict(seed=5, stop=["\n"]), dict(seed=5, stop=("\n",))),
-    (dict(seed=5, stop="self"), dict(seed=5, stop=("self",))),
-    (dict(seed=1, presence_penalty=1.5, frequency_penalty=0.5),
-     dict(seed=1, presence_penalty=1.5, frequency_penalty=0.5)),
-    (dict(seed=2, logit_bias={"300": 20}), dict(seed=2, logit_bias={300: 20.0})),
+HTTP_COMPLETIONS = [  # fields of bodies
+    dict(temperature=0, max_tokens=9), dict(seed=3), dict(seed=5, stop=["\n"]),
+    dict(seed=5, stop="self"), dict(seed=3, temperature=0.7, top_p=0.9, n=3),
+    dict(seed=1, presence_penalty=1.5, frequency_penalty=0.5), dict(seed=2, logit_bias={"300": 20}),
+    dict(seed=4, top_k=7, min_p=0.1, repetition_penalty=1.3, min_tokens=4, ignore_eos=True),
 ]  # fmt: skip
-HTTP_EXTRA = dict(top_k=7, min_p=0.1, repetition_penalty=1.3, min_tokens=4, ignore_eos=True)
+
+
+def sampling_of(max_tokens: int = 16, min_tokens: int = 0, logit_bias={}, **same) -> dict:
+    """The arguments of SamplingParams that fields of a body mean."""
+    bias = {int(token): float(x) for token, x in logit_bias.items()}
+    return dict(max_new_tokens=max_tokens, min_new_tokens=min_tokens, logit_bias=bias) | same
 
 
 def test_server_openai_client_completions():
@@ -14844,15 +14851,12 @@ def test_server_openai_client_completions():
     with http_server() as (server, url):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         create = partial(client.completions.create, model="test", prompt=HTTP_PROMPT)
-        cases = [(body, params, {}) for body, params in HTTP_COMPLETIONS]
-        extra = dict(top_k=7, min_p=0.1, repetition_penalty=1.3, min_new_tokens=4, ignore_eos=True)
-        cases.append((dict(seed=4), dict(seed=4) | extra, HTTP_EXTRA))
-        for body, params, more in cases:
-            want = http_reference(HTTP_PROMPT, **dict(max_new_tokens=16) | params)
-            whole = create(**body, extra_body=more)
+        for body in HTTP_COMPLETIONS:
+            want = http_reference(HTTP_PROMPT, **sampling_of(**body))
+            whole = create(extra_body=body)
             texts = ["" for _ in want]
             options = dict(stream=True, stream_options={"include_usage": True})
-            *chunks, last = create(**body, extra_body=more, **options)
+            *chunks, last = create(extra_body=body, **options)
             for chunk in chunks:
                 (choice,) = chunk.choices
                 texts[choice.index] += choice.text
@@ -14873,8 +14877,6 @@ def test_server_openai_client_completions():
         (want,) = http_reference(HTTP_PROMPT, seed=3, max_new_tokens=4)
         (echoed,) = create(seed=3, max_tokens=4, echo=True, logprobs=2).choices
         assert echoed.text == HTTP_PROMPT + want.text
-        assert echoed.logprobs.token_logprobs[0] is None
-        assert all(len(top) >= 2 for top in echoed.logprobs.top_logprobs[1:])
         with pytest.raises(openai.BadRequestError, match="suffix is not supported"):
             create(suffix="x")
         with pytest.raises(openai.NotFoundError, match="no model 'gpt'"):
@@ -14915,7 +14917,8 @@ def test_server_openai_client_chat():
 
 
 def test_server_response_format():
-    """Texts are JSON, valid under the schema, streamed or not, interrupted or not."""
+    """Texts are JSON, valid under the schema, streamed or not, interrupted or not; a bias of -100
+    bans no token that the schema needs."""
     schema = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 5},
               "pattern": {"enum": ["x", "y"]}}, "required": ["name", "pattern"]}  # fmt: skip
     kind = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
@@ -14929,27 +14932,12 @@ def test_server_response_format():
                 assert len(value["name"]) <= 5
             lines = http_post(url, "/v1/completions", body | dict(stream=True)).text.splitlines()
             assert streamed_texts(http_events(lines), 3) == texts
-    schema, unlikely = {"type": "string", "pattern": "^[0-9]{3}$"}, {}
-    for i in range(4096):  # -100 is no ban: of the allowed tokens one is sampled
-        if any(byte in b"0123456789" for byte in http_small()[1].token_bytes(i, i) or b""):
-            unlikely[str(i)] = -100
-    kind["json_schema"]["schema"] = schema
-    with http_server() as (server, url):
-        got = http_post(url, "/v1/completions", body | dict(n=1, logit_bias=unlikely)).json()
-        assert re.fullmatch('"[0-9]{3}"', got["choices"][0]["text"])
-
-
-def test_server_text_is_that_of_generate():
-    """The text of generate.py with the same seed, through curl and its SSE."""
-    flags = "--max-new-tokens 20 --temperature 0.9 --top-k 50 --seed 7 --json"
-    want = generated(flags, HTTP_PROMPT)["text"]
-    body = dict(prompt=HTTP_PROMPT, max_tokens=20, temperature=0.9, top_k=50, seed=7, stream=True)
-    with http_server() as (server, url):
-        argv = ["curl", "-sN", f"{url}/v1/completions", "-d", json.dumps(body)]
-        out = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
-    *events, (_, done) = http_events(out.splitlines())
-    assert done == "[DONE]" and len({id for id, _ in events}) == len(events)
-    assert streamed_texts(events) == [want]
+            kind["json_schema"]["schema"] = {"type": "string", "pattern": "^[0-9]{3}$"}
+            bytes_of = lambda i: http_small()[1].token_bytes(i, i) or b""
+            unlikely = {str(i): -100 for i in range(4096) if {*bytes_of(i)} & {*b"0123456789"}}
+            got = http_post(url, "/v1/completions", body | dict(n=1, logit_bias=unlikely)).json()
+            assert re.fullmatch('"[0-9]{3}"', got["choices"][0]["text"])
+            kind["json_schema"]["schema"] = schema
 
 
 def test_server_echo_has_the_prompts_logprobs():
@@ -14988,67 +14976,75 @@ def score_entries(text: str, top: int) -> list[dict]:
         return generated(f"--perplexity {path} --json --logprobs {top}")["logprobs"]
 
 
-HTTP_REFUSED = [  # path, body, status, words, param
-    ("completions", dict(prompt="x", foo=1), 400, "foo is not supported", "foo"),
-    ("completions", dict(prompt="x", temperature=-1), 400, "temperature must be", "temperature"),
-    ("completions", dict(prompt="x", max_tokens=0), 400, "max_tokens must be", "max_tokens"),
-    ("completions", dict(prompt="x", max_tokens=9999), 400, "max_tokens 9999 exceed", None),
-    ("completions", dict(prompt="x", n=33), 400, "n must be at most", "n"),
-    ("completions", dict(prompt="x", n=10**9), 400, "n must be at most 128", "n"),
-    ("completions", dict(prompt="x", best_of=2), 400, "best_of must equal n", "best_of"),
-    ("completions", dict(prompt="x", best_of=True), 400, "best_of must equal n", "best_of"),
-    ("completions", dict(prompt="x", best_of="x" * 10**6), 400, "best_of must equal n", "best_of"),
-    ("completions", {"prompt": "x", "a\nb\x1b\ud800": 1}, 400, r"a\nb\x1b\ud800 is not supported",
-     r"a\nb\x1b\ud800"),
-    ("completions", dict(prompt="x", logprobs=21), 400, "from 0 to 20", "logprobs"),
-    ("completions", dict(prompt="x", stream=1), 400, "stream must be of type bool", "stream"),
-    ("completions", dict(prompt="x", stream_options={}), 200, "", None),
-    ("completions", dict(prompt="x", stream_options={"include_usage": True}), 400,
-     "requires stream", "stream_options"),
-    *(("completions", dict(prompt="x", logit_bias=bias), 400, "token ids as keys", "logit_bias")
-      for bias in ({"x": 1}, {" 9": 1, "9": 2}, {"09": 1}, {"-1": 1}, {"\u0669": 1}, [], "9")),
-    ("completions", dict(prompt="x", logit_bias={"99999": 1}), 400, "logit_bias", "logit_bias"),
-    *(("completions", dict(prompt="x", logit_bias={"9": b}), 400, "from -100 to 100", "logit_bias")
-      for b in (-INF, 101, "1", None, [], True)),
-    ("completions", dict(prompt="x", stop=["a"] * 17), 400, "at most 16", "stop"),
-    ("completions", dict(prompt=[]), 400, "prompt must be", "prompt"),
-    ("completions", dict(prompt=""), 400, "non-empty", "prompt"),
-    ("completions", dict(prompt="\ud800"), 400, "not valid Unicode", "prompt"),
-    ("completions", dict(prompt=[1, 99999]), 400, "99999", "prompt"),
-    ("completions", dict(prompt="x" * 2**21), 400, "longer than", "prompt"),
-    ("completions", dict(prompt="x", response_format={"type": "xml"}), 400,
-     "response_format", "response_format"),
-    ("completions", dict(prompt="x", response_format={"type": "json_schema", "json_schema":
-     {"schema": {"type": "string", "pattern": "(a|b)*a(a|b){14}"}}}), 400,
-     "is too large", "response_format"),
-    ("completions", dict(prompt="x", response_format={"type": "json_object"}, ignore_eos=True), 400,
-     "ignore_eos", "ignore_eos"),
-    ("completions", [], 400, "must be a JSON object", None),
-    ("completions", b"{", 400, "not JSON", None),
-    ("completions", b"[" * 10**5, 400, "not JSON", None),
-    ("completions", b"x" * (2**22 + 1), 413, "larger than", None),
-    ("chat/completions", dict(messages=[{"content": "x"}]), 400, "must have a role", "messages"),
-    ("chat/completions", dict(messages=[message("user", "x") | {"tool_calls": []}]), 400,
-     "tool_calls is not supported", "messages.tool_calls"),
-    ("chat/completions", dict(messages=[message("user", "x")], top_logprobs=1), 400,
-     "requires logprobs", "top_logprobs"),
-    ("chat/completions", dict(messages=[message("user", "x")], max_tokens=1,
-     max_completion_tokens=1), 400, "not both", "max_tokens"),
-    ("nothing", {}, 404, "Not Found", None),
+HTTP_REFUSED = [  # words of the message, body; wrong is its first field
+    ("foo is not supported", dict(foo=1)),
+    (r"a\nb\x1b\ud800 is not supported", {"a\nb\x1b\ud800": 1}),
+    ("temperature must be", dict(temperature=-1)),
+    ("max_tokens must be", dict(max_tokens=0)),
+    ("n must be at most", dict(n=33)),
+    ("n must be at most 128", dict(n=10**9)),
+    *(("best_of must equal n", dict(best_of=n)) for n in (2, True, "x" * 10**6)),
+    ("from 0 to 20", dict(logprobs=21)),
+    ("stream must be of type bool", dict(stream=1)),
+    ("requires stream", dict(stream_options={"include_usage": True})),
+    *(("token ids as keys", dict(logit_bias=bias)) for bias in
+      ({"x": 1}, {" 9": 1, "9": 2}, {"09": 1}, {"-1": 1}, {"\u0669": 1}, [], "9")),
+    ("logit_bias", dict(logit_bias={"99999": 1})),
+    *(("from -100 to 100", dict(logit_bias={"9": b})) for b in (-INF, 101, "1", None, [], True)),
+    ("at most 16", dict(stop=["a"] * 17)),
+    ("prompt must be", dict(prompt=[])),
+    ("non-empty", dict(prompt="")),
+    ("not valid Unicode", dict(prompt="\ud800")),
+    ("longer than", dict(prompt="x" * 2**21)),
+    ("99999", dict(prompt=[[5, 6], [1, 99999]], max_tokens=300)),
+    ("response_format", dict(response_format={"type": "xml"})),
+    ("is too large", dict(response_format={"type": "json_schema", "json_schema": {"schema":
+     {"type": "string", "pattern": "(a|b)*a(a|b){14}"}}})),
+    ("ignore_eos", dict(ignore_eos=True, response_format={"type": "json_object"})),
 ]  # fmt: skip
+HTTP_REFUSED_CHATS = [
+    ("must have a role", dict(messages=[{"content": "x"}])),
+    ("tool_calls is not supported", dict(messages=[message("user", "x") | {"tool_calls": []}])),
+    ("violates the sandbox", dict(messages=[message("user", "unsafe")])),
+    ("requires logprobs", dict(top_logprobs=1)),
+    ("not both", dict(max_tokens=1, max_completion_tokens=1)),
+]
+HTTP_NO_CALL = [  # status, words, path, body
+    (400, "max_tokens 9999 exceed", "/v1/completions", dict(prompt="x", max_tokens=9999)),
+    (400, "must be a JSON object", "/v1/completions", []),
+    (400, "not JSON", "/v1/completions", b"{"),
+    (400, "not JSON", "/v1/completions", b"[" * 10**5),
+    (413, "larger than", "/v1/completions", b"x" * (2**22 + 1)),
+    (404, "Not Found", "/v1/nothing", {}),
+    (404, "no model 'gpt'", "/tokenize", {"prompt": "x", "model": "gpt"}),
+    *((400, "", "/tokenize", body) for body in ({}, [])),
+    *((400, "", "/detokenize", body) for body in ({"tokens": [-1]}, {"tokens": [5], "foo": 1}, [])),
+]
 
 
 def test_server_refuses_what_it_does_not_have():
-    """Status, message and field of the API's error object, without a path of this machine."""
+    """Status, message and field of the API's error object, without a path of this machine. Of two
+    prompts, one of which is not valid, neither runs."""
+    template = "{{ ''.__class__ if messages[0].content == 'unsafe' else 'x' }}"
+    tables = {"/v1/completions": (HTTP_REFUSED, dict(prompt="x")),
+              "/v1/chat/completions": (HTTP_REFUSED_CHATS, dict(messages=[message("user", "x")]))}
     with http_server() as (server, url):
-        for path, body, status, words, param in HTTP_REFUSED:
-            got = http_post(url, f"/v1/{path}", body)
-            assert got.status_code == status, (body, got.text)
-            if status != 200:
-                error = got.json()["error"]
-                assert words in error["message"] and error["param"] == param, error
-                assert len(got.text) < 1000
+        unsafe = ChatTemplate(REPO / "x.jinja", {"default": template}, {})
+        server.model = replace(server.model, template=unsafe)
+        for path, (rows, default) in tables.items():
+            for words, body in rows:
+                got = http_post(url, path, default | body)
+                assert got.status_code == 400 and words in got.json()["error"]["message"], got.text
+                named = next(iter(body)), words.split()[0], f"messages.{words.split()[0]}"
+                assert got.json()["error"]["param"] in named, got.text
+                assert len(got.text) < 1000 and "x.jinja" not in got.text
                 assert str(REPO) not in got.text and "Traceback" not in got.text
+        for status, words, path, body in HTTP_NO_CALL:
+            got = http_post(url, path, body)
+            assert got.status_code == status and words in got.json()["error"]["message"], got.text
+            assert got.json()["error"]["param"] is None or not path.startswith("/v1"), got.text
+        assert not server.engine.engine.counts["tokens_new"]
+        assert http_post(url, "/v1/completions", dict(prompt="x", stream_options={})).is_success
         assert httpx.get(f"{url}/v1/completions").status_code == 405
         hosts = {200: "localhost:80 LOCALHOST [::1]:1 127.0.0.1"}
         hosts |= {403: "a.com a_b localhost.a.com 127.0.0.1:80.a.com ::1"}
@@ -15061,23 +15057,6 @@ def test_server_refuses_what_it_does_not_have():
         ids = http_post(url, "/tokenize", {"prompt": HTTP_PROMPT}).json()["tokens"]
         assert ids == http_small()[1].encode(HTTP_PROMPT)
         assert http_post(url, "/detokenize", {"tokens": ids}).json()["prompt"] == HTTP_PROMPT
-        for body in ({}, []):
-            assert http_post(url, "/tokenize", body).status_code == 400
-        for body in ({"tokens": [-1]}, {"tokens": [5], "foo": 1}, []):
-            assert http_post(url, "/detokenize", body).status_code == 400
-        assert http_post(url, "/tokenize", {"prompt": "x", "model": "gpt"}).status_code == 404
-
-
-def test_server_template_cannot_leave_its_sandbox():
-    """One that reads Python's internals is a 400 that does not name its file."""
-    body = dict(messages=[dict(role="user", content="a")], max_tokens=1)
-    with http_server() as (server, url):
-        for text, status in (("{{ messages[0].content }}", 200), ("{{ ''.__class__ }}", 400)):
-            template = ChatTemplate(REPO / "x.jinja", {"default": text}, {})
-            server.model = replace(server.model, template=template)
-            got = http_post(url, "/v1/chat/completions", body)
-            assert got.status_code == status and "x.jinja" not in got.text
-        assert "violates the sandbox" in got.json()["error"]["message"]
 
 
 def http_tiny(**options):
@@ -15086,9 +15065,10 @@ def http_tiny(**options):
 
 
 def http_slow(server: SV.Server, seconds: float) -> None:
-    """Let every step take at least this long."""
+    """From now on every step takes at least this long."""
     for part in getattr(server.engine, "replicas", [server.engine]):
-        part.engine.step = lambda step=part.engine.step: (time.sleep(seconds), step())[1]
+        step = partial(type(part.engine).step, part.engine)
+        part.engine.step = lambda step=step: (time.sleep(seconds), step())[1]
 
 
 HTTP_LONG = dict(prompt=[5, 6, 7], max_tokens=100, ignore_eos=True)
@@ -15099,8 +15079,8 @@ def test_server_client_that_leaves_is_aborted(stream):
     """At the next step; another client is not affected. http_server checks that nothing is left."""
     with http_tiny() as (server, url), ThreadPoolExecutor(1) as pool:
         http_slow(server, 0.02)
-        other = pool.submit(http_post, url, "/v1/completions", HTTP_LONG | dict(max_tokens=60))
-        with httpx.Client(timeout=httpx.Timeout(30, read=0.5 if not stream else 30)) as client:
+        other = pool.submit(http_post, url, "/v1/completions", HTTP_LONG)
+        with httpx.Client(timeout=httpx.Timeout(30, read=30 if stream else 0.2)) as client:
             body = HTTP_LONG | dict(stream=stream, n=3)
             if stream:
                 with client.stream("POST", f"{url}/v1/completions", json=body) as response:
@@ -15109,31 +15089,25 @@ def test_server_client_that_leaves_is_aborted(stream):
                 with pytest.raises(httpx.ReadTimeout):
                     client.post(f"{url}/v1/completions", json=body)
         wait_until(lambda: server.engine.engine.unfinished == 1, 1.0)
-        assert other.result().json()["usage"]["completion_tokens"] == 60
+        http_slow(server, 0)
+        assert other.result().json()["usage"]["completion_tokens"] == 100
 
 
-def test_server_runs_no_prompt_of_an_invalid_call():
-    """Of two prompts, the first of which is valid: its blocks are free at once."""
-    with http_tiny() as (server, url):
-        http_slow(server, 0.05)
-        got = http_post(url, "/v1/completions", HTTP_LONG | dict(prompt=[[5, 6], [99999]]))
-        assert got.status_code == 400 and "99999" in got.text
-        wait_until(lambda: not server.engine.engine.unfinished, 1.0)
+HTTP_BROKEN = [(2, True, 0), (2, True, 4), pytest.param(1, False, 0, marks=pytest.mark.slow)]
 
 
-HTTP_BROKEN = [(2, True, None), (1, False, None), (2, True, 4)]
-
-
-@pytest.mark.parametrize("n, echo, deaths", one_in(3, itertools.starmap(pytest.param, HTTP_BROKEN)))
-def test_server_interrupted_stream_continues(n, echo, deaths):
+@pytest.mark.parametrize("n, echo, deaths", HTTP_BROKEN)
+def test_server_interrupted_stream_continues(n, echo, deaths, monkeypatch):
     """A client that repeats its call with Last-Event-ID after any number of events gets the rest of
     the text and its log-probabilities, none twice and none missing; from replicas that die too."""
     body = dict(prompt=HTTP_PROMPT, seed=5, max_tokens=12, n=n, stream=True, logprobs=1, echo=echo)
-    make = SV.AsyncEngine if deaths is None else partial(cluster_of_two, deaths=deaths)
-    with http_server(make=make) as (server, url):
-        http_slow(server, 0.005)
+    monkeypatch.setattr(FAILOVER, "RETRY_SECONDS", 0.0)
+    with http_server(make=cluster_of_two if deaths else SV.AsyncEngine) as (server, url):
         want = http_post(url, "/v1/completions", body | dict(stream=False)).json()["choices"]
+        http_slow(server, 0.005)
         for cut in (0, 1, 3, 8, 100):
+            if deaths:
+                server.engine.flaky.deaths = deaths
             texts, id, headers = [""] * n, "", {}
             logprobs = [{name: [] for name in choice["logprobs"]} for choice in want]
             for stop in (cut, 10**6):
@@ -15166,34 +15140,31 @@ def test_server_stream_is_continued_with_its_key_only(monkeypatch):
     (want,) = http_reference(HTTP_PROMPT, seed=5, max_new_tokens=12, ignore_eos=True)
     with http_server(keys=(b"a", "\u00fc".encode())) as (server, url):
         http_slow(server, 0.05)
-        path, key = f"{url}/v1/completions", lambda k: {"Authorization": f"Bearer {k}".encode()}
-        send = lambda k, event: httpx.post(
-            path, json=body, headers=key(k) | {"Last-Event-ID": event}, timeout=60
-        )
-        with httpx.stream("POST", f"{path}?repeat_unacked=1", json=body, headers=key("a")) as r:
-            events = http_events(r.iter_lines())
+        key = lambda k: {"Authorization": f"Bearer {k}".encode()}
+        post = lambda k, **event: http_post(url, "/v1/completions", body, **key(k), **event)
+        path = f"{url}/v1/completions?repeat_unacked=1"
+        with httpx.stream("POST", path, json=body, headers=key("a")) as response:
+            events = http_events(response.iter_lines())
             id, data = next(events)
             calls = (("a", id), ("\u00fc", id), ("a", id + "x"), ("a", id.partition(".")[0]))
             acks = [http_post(url, "/v1/acks", {"id": i}, **key(k)) for k, i in calls]
             assert [ack.status_code for ack in acks] == [204, 404, 404, 404]
-            assert send("\u00fc", id).status_code == 404
-            rest = send("a", id)  # r is not closed
+            assert post("\u00fc", Last_Event_ID=id).status_code == 404
+            rest = post("a", Last_Event_ID=id)  # the first response is not closed
         assert rest.status_code == 200
         assert streamed_texts([(id, data), *http_events(rest.text.splitlines())]) == [want.text]
         http_settled(server)
+        http_slow(server, 0)
         name = id.partition(".")[0]
         for counts in (".-1-0", ".1--1", ".13-1", f".{9 * 10**8}-1", ".1-1.1-1", "", ".x", ".1"):
-            assert send("a", name + counts).status_code == 404, counts
-        server.limits.max_queue = 0
-        assert send("a", f"{name}.1-1").status_code == 429
-        server.limits.max_queue = 9
-        assert send("\u00fc", f"{name}.1-1").status_code == 404
-        assert send("a", f"{name}.1-1").status_code == 200
+            assert post("a", Last_Event_ID=name + counts).status_code == 404, counts
+        for k, max_queue, status in (("a", 0, 429), ("\u00fc", 9, 404), ("a", 9, 200)):
+            server.limits.max_queue = max_queue
+            assert post(k, Last_Event_ID=f"{name}.1-1").status_code == status
         http_settled(server)
         metrics = httpx.get(f"{url}/metrics", headers=key("a")).text
         assert "generation_tokens_total 12.0" in metrics
-        for _ in range(3):
-            assert httpx.post(path, json=body, headers=key("\u00fc")).status_code == 200
+        assert [post("\u00fc").status_code for _ in range(3)] == [200] * 3
         http_settled(server)
         assert len(server.generations) == 2
 
@@ -15205,7 +15176,7 @@ def test_server_stream_is_continued_twice_at_once():
     (want,) = http_reference(HTTP_PROMPT, seed=5, max_new_tokens=12, ignore_eos=True)
     post = partial(http_post, path="/v1/completions", body=body)
     with http_server() as (server, url), ThreadPoolExecutor(2) as pool:
-        http_slow(server, 0.05)
+        http_slow(server, 0.02)
         with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
             first = next(http_events(response.iter_lines()))
         http_settled(server)
@@ -15225,10 +15196,10 @@ def test_server_stream_is_continued_twice_at_once():
 def test_server_repeats_what_is_not_acknowledged():
     """With ?repeat_unacked=1 each event has all text since the last acknowledged one: a client that
     loses any of the others has the whole text."""
-    body, rng = dict(prompt=HTTP_PROMPT, seed=5, max_tokens=40, n=2, stream=True), random.Random(0)
+    body, rng = dict(prompt=HTTP_PROMPT, seed=5, max_tokens=24, n=2, stream=True), random.Random(0)
     with http_server() as (server, url):
-        http_slow(server, 0.01)
         want = http_post(url, "/v1/completions", body | dict(stream=False)).json()["choices"]
+        http_slow(server, 0.02)
         readers, path, sizes = [UNACKED.Reader(), UNACKED.Reader()], "/v1/completions", []
         with httpx.stream("POST", f"{url}{path}?repeat_unacked=1", json=body) as response:
             for id, data in http_events(response.iter_lines()):
@@ -15262,28 +15233,29 @@ def test_server_bounds_queue_calls_and_time():
     """429 with Retry-After beyond the queue and beyond a key's calls, 504 after the timeout; 401
     without a valid key; requests before and after are served."""
     auth = lambda key: dict(Authorization=f"Bearer {key}")
+    body = lambda n, **more: HTTP_LONG | dict(max_tokens=n) | more
     post = lambda url, body, key="a": http_post(url, "/v1/completions", body, **auth(key))
     options = dict(keys=(b"a", b"b"), engine=dict(max_num_seqs=1), max_queue=2, max_calls_per_key=4)
     with http_tiny(**options) as (server, url), ThreadPoolExecutor(8) as pool:
         for key, status in dict(a=200, b=200, c=401, ab=401).items():
-            assert post(url, HTTP_LONG, key).status_code == status
+            assert post(url, body(1), key).status_code == status
         assert httpx.get(f"{url}/metrics").status_code == 401
         assert httpx.get(f"{url}/health").status_code == 200
         http_slow(server, 0.05)
-        running = [pool.submit(post, url, HTTP_LONG | dict(max_tokens=30))]
+        running = [pool.submit(post, url, body(100))]
         wait_until(lambda: server.engine.stats()["running"] == 1 and not server.engine.n_waiting)
-        running += [pool.submit(post, url, HTTP_LONG | dict(max_tokens=2)) for _ in range(2)]
+        running += [pool.submit(post, url, body(2)) for _ in range(2)]
         wait_until(lambda: server.engine.n_waiting == 2)
-        full = post(url, HTTP_LONG)
-        assert full.status_code == 429 and full.headers["retry-after"] and "queue" in full.text
-        server.limits.max_calls_per_key = 3
-        full = post(url, HTTP_LONG)
-        assert full.status_code == 429 and full.headers["retry-after"] and "this key" in full.text
-        assert "queue" in post(url, HTTP_LONG, "b").text
+        for max_calls, key, word in ((4, "a", "queue"), (3, "a", "this key"), (3, "b", "queue")):
+            server.limits.max_calls_per_key = max_calls
+            full = post(url, HTTP_LONG, key)
+            assert full.status_code == 429 and full.headers["retry-after"] and word in full.text
+        http_slow(server, 0)
         assert [r.result().status_code for r in running] == [200] * 3
+        http_slow(server, 0.05)
         server.limits.request_timeout = 0.2
         assert post(url, HTTP_LONG).status_code == 504
-        *_, error, done = http_events(post(url, HTTP_LONG | dict(stream=True)).text.splitlines())
+        *_, error, done = http_events(post(url, body(100, stream=True)).text.splitlines())
         assert error[1]["error"]["code"] == 504 and done[1] == "[DONE]"
 
 
@@ -15292,26 +15264,29 @@ def test_server_bounds_hold_for_calls_at_once(monkeypatch):
     never ends is a 408, and headers that do not end, or not in time, are refused."""
     post = lambda _: http_post(url, "/v1/completions", HTTP_LONG | dict(max_tokens=1)).status_code
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
-    monkeypatch.setattr(SV, "HEADER_SECONDS", 1.0)
+    monkeypatch.setattr(SV, "HEADER_SECONDS", 0.3)
     with http_tiny(engine=dict(max_num_seqs=1), max_queue=2) as (server, url):
-        address = ("127.0.0.1", int(url.rpartition(":")[2]))
-        http_slow(server, 0.5)
+        connect = partial(socket.create_connection, ("127.0.0.1", int(url.rpartition(":")[2])))
+        step, go = server.engine.engine.step, threading.Event()
+        server.engine.engine.step = lambda: (go.wait(20), step())[1]
         with ThreadPoolExecutor(9) as pool:
-            assert Counter(pool.map(post, range(9)))[429] >= 6
-        server.limits.max_calls_per_key, server.limits.request_timeout = 1, 0.5
-        with socket.create_connection(address) as slow:
+            calls = [pool.submit(post, i) for i in range(9)]
+            wait_until(lambda: sum(call.done() for call in calls) >= 6)
+            go.set()
+            assert Counter(call.result() for call in calls)[429] >= 6
+        server.limits.max_calls_per_key, server.limits.request_timeout = 1, 0.3
+        with connect() as slow:
             slow.sendall(head + b"Content-Length: 9\r\n\r\n{")
             wait_until(server.calls.total)
             assert "this key" in http_post(url, "/v1/completions", HTTP_LONG).text
             assert b"408" in slow.recv(100)
-        with socket.create_connection(address) as endless:
-            with contextlib.suppress(ConnectionError):
-                endless.sendall(head + b"X: " + b"x" * 2**20)
-                assert b"400" in endless.recv(100)
+        with connect() as endless, contextlib.suppress(ConnectionError):
+            endless.sendall(head + b"X: " + b"x" * 2**20)
+            assert b"400" in endless.recv(100)
         get = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
         for begun in (b"", get[:9], get + b"\r\n" + get):
-            with socket.create_connection(address) as slow:
-                slow.settimeout(0.3)
+            with connect() as slow:
+                slow.settimeout(0.1)
                 slow.sendall(begun)
                 received, end = b"x", time.monotonic() + 5
                 while received:  # a byte now and then
@@ -15320,9 +15295,10 @@ def test_server_bounds_hold_for_calls_at_once(monkeypatch):
                     with contextlib.suppress(ConnectionError):
                         slow.sendall(get[9:10] if begun else b"")
                     assert time.monotonic() < end
-        with httpx.Client() as client:  # whose connection is used again
-            for _ in range(4):
-                assert client.get(f"{url}/health").status_code == 200
+        with connect() as again:  # after a request the connection may be idle
+            for _ in range(2):
+                again.sendall(get + b"\r\n")
+                assert b"200 OK" in again.recv(999)
                 time.sleep(0.4)
 
 
@@ -15397,45 +15373,47 @@ def service_texts(service: V.Service, ids: list[int], **params) -> tuple[list[st
 
 CASCADE_BODIES = [
     dict(prompt="class Stack:\n    def __init__(self", temperature=0, max_tokens=9),
-    dict(prompt="import os\nimport", seed=3, n=2, max_tokens=6),
+    dict(prompt="import os\nimport", seed=5, n=2, max_tokens=6),
     dict(prompt="return", seed=5, temperature=0.7, max_tokens=7, stop=["\n"]),
     dict(prompt="x = [1, 2", temperature=0, max_tokens=5),
 ]
 
 
-@pytest.mark.parametrize("threshold", one_in(3, [0.35, 0.0, 1.0]))
+@pytest.mark.parametrize("threshold", one_in(3, ["between", 0.0, 1.0]))
 def test_cascade_server_answers_as_the_gate_says(threshold):
     """Each text is that of the model that the gate chooses, whole and streamed: at 1 the large
-    one's without the small model having run, at 0 the small one's. Log-probabilities and echo are
-    the large model's. A greedy call again, whatever its seed, runs no model, and a sampled one with
-    another seed does."""
-    model, tokenizer = http_small()
-    large = V.Service(model, tokenizer, (2,), num_blocks=400, max_num_seqs=32)
-    by_small = 0
+    one's without the small model having run, at 0 the small one's, and between the confidences of
+    two choices the large one's. Log-probabilities and echo are the large model's. A greedy call
+    again, whatever its seed, runs no model, and a sampled one with another seed does."""
+    (model, tokenizer), n_small, calls = http_small(), 0, []
+    options = dict(num_blocks=400, max_num_seqs=32)
+    twin, large = (V.Service(m, tokenizer, (2,), **options) for m in (spec_draft(), model))
+    for body in CASCADE_BODIES:
+        params = sampling_of(**body)
+        ids = tokenizer.encode(params.pop("prompt"))
+        (texts, confidences), others = (service_texts(s, ids, **params) for s in (twin, large))
+        calls.append((body, texts, confidences, others[0]))
+    if threshold == "between":
+        a, b = calls[1][2]
+        assert abs(a - b) > 0.02
+        threshold = (a + b) / 2
     with cascade_server(threshold) as (server, url, small):
-        twin = V.Service(small.engine.model, tokenizer, (2,), num_blocks=400, max_num_seqs=32)
-        for body in CASCADE_BODIES:
-            params = {{"max_tokens": "max_new_tokens"}.get(k, k): v for k, v in body.items()}
-            ids = tokenizer.encode(params.pop("prompt"))
-            texts, confidences = service_texts(twin, ids, **params)
+        for body, texts, confidences, others in calls:
             keeps = threshold == 0 or threshold < 1 and min(confidences) >= threshold
-            by_small += keeps
-            want = texts if keeps else service_texts(large, ids, **params)[0]
+            n_small += keeps
+            want = texts if keeps else others
             with httpx.stream("POST", f"{url}/v1/completions", json=body | dict(stream=True)) as r:
                 events = [*http_events(line for line in r.iter_lines() if line)]
             assert streamed_texts(events, body.get("n", 1)) == want, (body, confidences)
             answer = http_post(url, "/v1/completions", body).json()  # from the cache
             assert [choice["text"] for choice in answer["choices"]] == want
-        assert server.engine.n_small == by_small
+        assert server.engine.n_small == n_small in {0.0: [4], 1.0: [0]}.get(threshold, [1, 2, 3])
         assert server.engine.cache.hits == len(CASCADE_BODIES)
-        assert by_small in {0.0: [4], 1.0: [0], 0.35: [1, 2, 3]}[threshold]
         steps = small.engine.scheduler.n_admitted_tokens
         assert (steps == 0) == (threshold == 1)
         for more in (dict(logprobs=1), dict(echo=True, logprobs=0)):
-            body = CASCADE_BODIES[0] | more
-            got = http_post(url, "/v1/completions", body).json()["choices"][0]
-            want = http_reference(body["prompt"], temperature=0, max_new_tokens=9)[0].text
-            assert got["text"].endswith(want) and got["logprobs"] is not None
+            got = http_post(url, "/v1/completions", calls[0][0] | more).json()["choices"][0]
+            assert got["text"].endswith(calls[0][3][0]) and got["logprobs"] is not None
         assert small.engine.scheduler.n_admitted_tokens == steps
         hits = server.engine.cache.hits
         for body, new in ((CASCADE_BODIES[0], 1), (CASCADE_BODIES[2], 0)):
@@ -15444,22 +15422,6 @@ def test_cascade_server_answers_as_the_gate_says(threshold):
             assert server.engine.cache.hits == hits
         metrics = httpx.get(f"{url}/metrics").text
         assert "sheaf:time_to_first_token_seconds_count" in metrics
-
-
-def test_cascade_server_keeps_a_call_if_it_keeps_each_choice():
-    """Thresholds below, between and above the confidences of two choices of the small model."""
-    (model, tokenizer), draft = http_small(), spec_draft()
-    small, large = (V.Service(m, tokenizer, (2,), num_blocks=400) for m in (draft, model))
-    body, params = CASCADE_BODIES[1] | dict(seed=5), dict(seed=5, n=2, max_new_tokens=6)
-    ids = tokenizer.encode(body["prompt"])
-    texts, (a, b) = service_texts(small, ids, **params)
-    assert abs(a - b) > 0.02
-    others = service_texts(large, ids, **params)[0]
-    for threshold in (min(a, b) - 0.01, (a + b) / 2, max(a, b) + 0.01):
-        with cascade_server(threshold, small) as (_, url, _):
-            choices = http_post(url, "/v1/completions", body).json()["choices"]
-        want = texts if threshold < min(a, b) else others
-        assert [choice["text"] for choice in choices] == want
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.999])
@@ -15562,14 +15524,15 @@ def test_server_metrics_count_what_ran():
     blocks = dict(num_blocks=16, block_size=4, max_num_seqs=3)
     with http_tiny(engine=blocks) as (server, url), ThreadPoolExecutor(5) as pool:
         http_slow(server, 0.02)
-        body, scheduler = HTTP_LONG | dict(prompt=[5] * 9), server.engine.engine.scheduler
-        body["max_tokens"] = 40
+        body = HTTP_LONG | dict(prompt=[5] * 9, max_tokens=40)
         calls = [pool.submit(http_post, url, "/v1/completions", body) for _ in range(5)]
         wait_until(lambda: metric(url, "num_requests_waiting") >= 2)
         wait_until(lambda: metric(url, "kv_cache_usage_perc") > 0.5)
         wait_until(lambda: metric(url, "num_requests_running") >= 1)
+        http_slow(server, 0)
         assert [call.result().status_code for call in calls] == [200] * 5
         http_settled(server)
+        scheduler = server.engine.engine.scheduler
         assert metric(url, "num_preemptions_total") == scheduler.n_preempted > 0
         assert metric(url, "prefix_cache_hits_total") == scheduler.n_hit_tokens > 0
         assert metric(url, "kv_cache_usage_perc") == metric(url, "num_requests_waiting") == 0
@@ -15579,10 +15542,9 @@ def test_server_engine_failure_ends_its_streams_only(monkeypatch):
     """A step that raises is a 500 without a trace for the calls in it, and so is any other error;
     the next call is served."""
     with http_tiny() as (server, url):
-        engine, step = server.engine.engine, server.engine.engine.step
-        engine.step = lambda: (_ for _ in ()).throw(RuntimeError("boom"))
+        server.engine.engine.step = lambda: (_ for _ in ()).throw(RuntimeError("boom"))
         failed = http_post(url, "/v1/completions", HTTP_LONG)
-        engine.step = step
+        http_slow(server, 0)
         assert failed.status_code == 500 and "Traceback" not in failed.text
         assert http_post(url, "/v1/completions", HTTP_LONG).status_code == 200
         monkeypatch.setattr(SV, "known_fields", lambda *_: open(REPO / "missing"))
@@ -15618,23 +15580,18 @@ def test_server_pattern_that_compiles_slowly_delays_no_stream(monkeypatch):
     """Not in the process that gets the call, nor in a replica; calls whose patterns are being
     compiled fill the queue."""
     compiled, compile_pattern = threading.Event(), V.Service._compile
-
-    def compile_slowly(service: V.Service, pattern: str) -> GR.Grammar:
-        compiled.wait(5)
-        return compile_pattern(service, pattern)
-
-    monkeypatch.setattr(V.Service, "_compile", compile_slowly)
+    slowly = lambda *args: (compiled.wait(20), compile_pattern(*args))[1]
+    monkeypatch.setattr(V.Service, "_compile", slowly)
     spec = {"type": "json_schema", "json_schema": {"schema": {"enum": ["a", "b"]}}}
     for make in (SV.AsyncEngine, cluster_of_two):
         compiled.clear()
         with http_server(make=make, max_queue=1) as (server, url), ThreadPoolExecutor(1) as pool:
-            body = dict(prompt=HTTP_PROMPT, response_format=spec, max_tokens=9)
-            slow = pool.submit(http_post, url, "/v1/completions", body)
+            post = lambda **body: http_post(url, "/v1/completions", dict(prompt=HTTP_PROMPT) | body)
+            slow = pool.submit(post, response_format=spec, max_tokens=9)
             wait_until(lambda: server.engine.n_waiting == 1)
-            assert http_post(url, "/v1/completions", body).status_code == 429
+            assert post(response_format=spec).status_code == 429
             server.limits.max_queue = 2
-            assert http_post(url, "/v1/completions", HTTP_LONG).status_code == 200
-            assert not slow.done()
+            assert post(max_tokens=2).status_code == 200 and not slow.done()
             compiled.set()
             assert slow.result().json()["choices"][0]["text"] in ('"a"', '"b"')
 
@@ -15642,7 +15599,7 @@ def test_server_pattern_that_compiles_slowly_delays_no_stream(monkeypatch):
 def test_server_patterns_leave_threads_for_other_calls(monkeypatch):
     """However many are being compiled."""
     compiled, n = threading.Event(), os.cpu_count() + 9  # asyncio's threads and some
-    monkeypatch.setattr(OA, "from_response_format", lambda given: compiled.wait(5) and None)
+    monkeypatch.setattr(OA, "from_response_format", lambda given: compiled.wait(20) and None)
     body = HTTP_LONG | dict(max_tokens=1, response_format={"type": "text"})
     with http_tiny() as (server, url), ThreadPoolExecutor(n) as pool:
         calls = [pool.submit(http_post, url, "/v1/completions", body) for _ in range(n)]
@@ -15691,25 +15648,36 @@ def test_serving_programs_mistakes_are_one_line(program, argv, words, monkeypatc
     assert words in error and error.count("\n") == 1
 
 
-def http_program(*argv: str, program=("generate.py",)) -> tuple[subprocess.Popen, str]:
+def http_program(program: Sequence[str], *argv: str) -> tuple[subprocess.Popen, str]:
     """A server in a process of its own, and its URL."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    argv = [sys.executable, *program, "--serve", str(port), "--device", "cpu", *argv]
+    url = f"http://127.0.0.1:{free_port()}"
+    argv = [sys.executable, *program, "--serve", url[7:], "--device", "cpu", *argv]
     process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, cwd=REPO)
-    url = f"http://127.0.0.1:{port}"
-    for line in process.stderr:
-        if url in line:
-            break
+    next(line for line in process.stderr if url in line)
+    wait_until(partial(http_is_up, url))
+    return process, url
 
-    def is_up() -> bool:
-        try:
-            return httpx.get(f"{url}/health").status_code == 200
-        except httpx.TransportError:
-            return False
 
-    wait_until(is_up)
+def http_is_up(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def fork_server(log: Path, *argv: str) -> tuple[multiprocessing.Process, str]:
+    """generate.py --serve in a process forked from this one, which imports nothing; its URL."""
+
+    def main():
+        gc.freeze()  # objects made before the fork are not collected
+        sys.stdout = sys.stderr = open(log, "w", buffering=1)
+        for module in (A, O, P):
+            module.INTERPRET = False
+        os._exit(G.main(["--serve", url[7:], "--device", "cpu", *argv]))
+
+    url = f"http://127.0.0.1:{free_port()}"
+    process = multiprocessing.get_context("fork").Process(target=main, daemon=True)
+    process.start()
     return process, url
 
 
@@ -15720,7 +15688,7 @@ def test_server_on_ranks_under_torchrun(monkeypatch):
     want = http_reference(HTTP_PROMPT, seed=1, max_new_tokens=90, ignore_eos=True)[0].text
     body = dict(prompt=HTTP_PROMPT, seed=1, max_tokens=90, ignore_eos=True, stream=True)
     program = *TORCHRUN, "2", "generate.py"
-    process, url = http_program("--tp", "2", "--dtype", "fp32", program=program)
+    process, url = http_program(program, "--tp", "2", "--dtype", "fp32")
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
         lines = response.iter_lines()
         first = next(lines)
@@ -15733,53 +15701,49 @@ HTTP_DRAINS = one_in(3, itertools.starmap(pytest.param, [(1, 60), (2, 60), (1, 0
 
 
 @pytest.mark.parametrize("signals, drain_timeout", HTTP_DRAINS)
-def test_server_drains(signals, drain_timeout):
+def test_server_drains(signals, drain_timeout, tmp_path):
     """The first SIGTERM: new calls get 503, the running one finishes, exit code 0. A second, or the
     end of --drain-timeout: it ends at once. One line of the log per call."""
     flags = "--dummy", "small", "--max-num-seqs", "4", "--drain-timeout", str(drain_timeout)
-    process, url = http_program(*flags)
+    process, url = fork_server(tmp_path / "log", *flags)
+    wait_until(partial(http_is_up, url))
     whole = signals == 1 and drain_timeout == 60
-    body = dict(prompt=[5, 6], max_tokens=400, stream=True, ignore_eos=True, user="u")
+    n = 200 if whole else 400
+    body = dict(prompt=[5, 6], max_tokens=n, stream=True, ignore_eos=True, user="u")
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
         events = http_events(response.iter_lines())
         next(events)
-        process.send_signal(signal.SIGTERM)
-        wait_until(lambda: httpx.get(f"{url}/health").status_code == 503)
-        assert http_post(url, "/v1/completions", body).status_code == 503
-        assert "requests_running 1.0" in httpx.get(f"{url}/metrics").text
+        os.kill(process.pid, signal.SIGTERM)
+        if drain_timeout == 60:
+            wait_until(lambda: httpx.get(f"{url}/health").status_code == 503)
+            assert http_post(url, "/v1/completions", body).status_code == 503
+            assert "requests_running 1.0" in httpx.get(f"{url}/metrics").text
         if signals == 2:
-            process.send_signal(signal.SIGTERM)
+            os.kill(process.pid, signal.SIGTERM)
         assert not whole or list(events)[-1][1] == "[DONE]"
-        assert process.wait(5) == 0
-    log = process.stderr.read()
+        process.join(5)
+        assert process.exitcode == 0
     line = r"user 'u': 2\+(\d+) tokens, queue (.*) s, TTFT (.*) s, total (.*) s, "
-    ((new, *times),) = re.findall(line, log)
-    assert (int(new) == 400) == whole
+    ((new, *times),) = re.findall(line, log := (tmp_path / "log").read_text())
+    assert (int(new) == n) == whole
     queue, first, total = map(float, times)
     assert 0 <= queue < first < total and "Traceback" not in log
 
 
-def test_server_requires_a_key_beyond_loopback(capsys):
-    server = socket.create_server(("127.0.0.1", 0))
-    busy = server.getsockname()[1]
-    for argv, words in {
-        "--serve 0.0.0.0:8000": "requires --api-key", "--serve [::]:80": "requires --api-key",
-        "--serve x": "give [HOST:]PORT", "--serve 1:2:3": "requires --api-key",
-        "--serve 70000": "give [HOST:]PORT", "--api-key k": "--api-key requires --serve",
-        "--serve 0 --api-key=": "--api-key is empty", f"--serve {busy}": "already in use",
-        "--serve --batch x": "--serve", "--serve --top-k 3": "cannot be combined",
-    }.items():  # fmt: skip
-        assert G.main(argv.split()) == 2
+def test_server_port_that_is_in_use(capsys):
+    """Is an error of one line; a server that loads its model holds the port, and refuses calls."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        busy = server.getsockname()[1]
+        assert G.main(["--serve", str(busy)]) == 2
         error = capsys.readouterr().err
-        assert words in error and error.count("\n") == 1, argv
-    server.close()
+        assert "already in use" in error and error.count("\n") == 1
     first, second = (SRUN.bind(G.parse_args(["--serve", str(busy)])) for _ in range(2))
-    with pytest.raises(ConnectionRefusedError):  # until the model is loaded
-        socket.create_connection(("127.0.0.1", busy))
-    first.listen()
-    with pytest.raises(ValueError, match=f"--serve {busy}: .*in use"):
-        SRUN.serve_engine(G.parse_args(["--serve", str(busy)]), None, None, second, "")
-    first.close(), second.close()
+    with first, second:
+        with pytest.raises(ConnectionRefusedError):  # until the model is loaded
+            socket.create_connection(("127.0.0.1", busy))
+        first.listen()
+        with pytest.raises(ValueError, match=f"--serve {busy}: .*in use"):
+            SRUN.serve_engine(G.parse_args(["--serve", str(busy)]), None, None, second, "")
 
 
 def http_garbage(rng: random.Random) -> tuple[str, bytes, bool]:
@@ -15799,7 +15763,7 @@ def http_garbage(rng: random.Random) -> tuple[str, bytes, bool]:
     return rng.choice(["/v1/completions"] * 4 + others), data, rng.random() < 0.4
 
 
-@pytest.mark.parametrize("n", [200, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [100, pytest.param(1000, marks=pytest.mark.slow)])
 def test_server_random_requests_leave_nothing(n):
     """Random bodies, garbage among them, and clients that leave: no 5xx; http_server checks that no
     block, call, stream or thread is left; memory stays flat."""
@@ -15807,7 +15771,7 @@ def test_server_random_requests_leave_nothing(n):
     async def one(client: httpx.AsyncClient, seed: int) -> None:
         rng = random.Random(seed)
         path, data, leaves = http_garbage(rng)
-        await asyncio.sleep(rng.random() * n / 100)
+        await asyncio.sleep(rng.random() * n / 200)
         async with client.stream("POST", path, content=data) as response:
             assert response.status_code < 500 or response.status_code == 503, data
             async for _ in response.aiter_bytes():
@@ -15819,19 +15783,15 @@ def test_server_random_requests_leave_nothing(n):
         async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
             await asyncio.gather(*(one(client, seed) for seed in seeds))
 
+    resident = lambda: int(Path("/proc/self/statm").read_text().split()[1])  # pages
     with http_tiny(engine=dict(num_blocks=60, block_size=4)) as (server, url):
         asyncio.run(run(url, range(n // 2)))
         http_settled(server)
-        before = resource_mb()
+        before = resident()
         asyncio.run(run(url, range(n // 2, n)))
         http_settled(server)
-        assert resource_mb() < before + 30
+        assert (resident() - before) * resource.getpagesize() < 30 * 2**20
         assert len(server.generations) <= SV.KEPT_STREAMS
-
-
-def resource_mb() -> float:
-    """Resident memory of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
 
 
 def test_server_counts_a_waiting_request_once():
@@ -15852,20 +15812,14 @@ def test_server_counts_a_waiting_request_once():
         assert done.result(30) == 1
 
 
-@pytest.mark.parametrize("n", [60, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [40, pytest.param(500, marks=pytest.mark.slow)])
 def test_server_many_streams_at_once(n):
     """All streams of n clients, which the queue just holds, finish with the text that each has
     alone."""
     body = dict(max_tokens=12, ignore_eos=True)
     bodies = [body | dict(prompt=[3 + i % 90, 5], seed=i) for i in range(n)]
-
-    async def run(url: str) -> list[str]:
-        limits = httpx.Limits(max_connections=n)
-        async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
-            return await asyncio.gather(*(http_stream(client, body) for body in bodies))
-
     with http_tiny(max_queue=n) as (server, url):
-        texts = asyncio.run(run(url))
+        texts = asyncio.run(http_texts(url, bodies))
         alone = [http_post(url, "/v1/completions", body).json() for body in bodies[:: n // 20]]
         assert texts[:: n // 20] == [a["choices"][0]["text"] for a in alone]
 
@@ -15883,19 +15837,14 @@ def test_server_lm_eval_scores_as_perplexity_does(tmp_path):
         "doc_to_target: '{{target}}'\ntarget_delimiter: ''\n"
         "metric_list:\n  - metric: perplexity\n"
     )
-    process, url = http_program("--dtype", "fp32")
-    try:
-        model = f"model=small,base_url={url}/v1/completions,tokenizer={SMALL},num_concurrent=2"
-        argv = [sys.executable, "-m", "lm_eval", "--model", "local-completions", "--model_args"]
-        argv += [model, "--tasks", "local", "--include_path", tmp_path, "--output_path"]
-        argv.append(tmp_path / "out")
-        done = subprocess.run([*argv, "--log_samples"], capture_output=True, text=True,
-                              env=os.environ | {"HF_HUB_OFFLINE": "1"})  # fmt: skip
-        assert done.returncode == 0, done.stderr[-3000:]
-    finally:
-        process.terminate()
-        process.wait(20)
-    (samples,) = (tmp_path / "out").rglob("samples_local*.jsonl")
+    out, program = tmp_path / "out", "-m lm_eval --model local-completions --tasks local"
+    with http_server() as (_, url):
+        model = f"model=test,base_url={url}/v1/completions,tokenizer={SMALL},num_concurrent=2"
+        argv = [*program.split(), "--model_args", model, "--log_samples"]
+        argv += ["--include_path", tmp_path, "--output_path", out]
+        done = run(*argv, env={"HF_HUB_OFFLINE": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    (samples,) = out.rglob("samples_local*.jsonl")
     got = {}
     for line in map(json.loads, samples.read_text().splitlines()):
         got[line["doc"]["context"]] = float(line["filtered_resps"][0][0])
@@ -15917,21 +15866,19 @@ LOCKSTEP_REQUESTS = [  # prompt, SamplingParams
 
 
 async def lockstep_streams(service: LOCKSTEP.Rank0Service) -> list[list[list[int]]]:
-    """Tokens of each request's samples. Some are sent later than others, some aborted and then
-    continued; further ones are aborted. After all, the engine is idle for a while."""
+    """Tokens of each request's samples. Some are sent later than others, some aborted, at once or
+    amid their tokens, and then continued. After all, the engine is idle for a while."""
     engine = ASYNC.AsyncEngine(service, lambda stats: None)
 
-    async def tokens(i: int, prompt: str, params: dict, cut: int = 0) -> list[list[int]]:
+    async def tokens(i: int, prompt: str, params: dict, cut: int) -> list[list[int]]:
         await asyncio.sleep(0.02 * i)
         ids, kept = service.service.tokenizer.encode(prompt), ()
-        for n_pieces in filter(None, (cut, 10**6)):
+        for n_pieces in (cut, 10**6):
             request = V.Request("", 0, ids, P.SamplingParams(**params))
             stream = await engine.submit([request], kept)
             async with contextlib.aclosing(stream.pieces()) as pieces:
-                async for _ in pieces:
+                while n_pieces and await anext(pieces, None):
                     n_pieces -= 1
-                    if not n_pieces:
-                        break
             assert stream.error is None
             closed = asyncio.Event()
             engine.close_stream(stream, closed.set)
@@ -15941,11 +15888,7 @@ async def lockstep_streams(service: LOCKSTEP.Rank0Service) -> list[list[list[int
         return [sample.token_ids for sample in unended]
 
     calls = [tokens(i, *x, cut=i % 3) for i, x in enumerate(LOCKSTEP_REQUESTS)]
-    extra = [asyncio.create_task(tokens(i, "x = ", dict(max_new_tokens=99))) for i in range(4)]
     results = await asyncio.gather(*calls)
-    for task in extra:
-        task.cancel()
-    await asyncio.wait(extra)
     await asyncio.sleep(0.3)
     await engine.close()
     return results
@@ -16131,7 +16074,7 @@ def kv_world(name, kv_dtype, prefix_cache, seed) -> Counter:
     return world.events
 
 
-@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 4), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 3), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", KV_CASES, ids=str)
 def test_kv_transfer_migrated_requests_equal_one_engine(case, seeds):
     """Requests move back and forth between two engines of other block sizes while they decode, some
@@ -16214,49 +16157,38 @@ KV_MOVED = {  # model, type of KV: bytes of a token
 
 
 def kv_moved(name, kv_dtype, env) -> tuple:
-    """Rank 0 decodes, and migrates each request to rank 1 when it has 2 tokens, in parts of 8.
-    Returns (parts and bytes sent, tokens of KV sent, tokens run, outputs)."""
+    """Rank 0 runs prompts, sends their KV in parts of 8 and hands each request over to rank 1 when
+    it has 2 tokens. Returns (parts and bytes sent, tokens of KV received, outputs)."""
     P.INTERPRET = False
-    model, requests = paged_model(name), kv_requests()
-    engine, messages = kv_engine(model, num_blocks=120, kv_dtype=kv_dtype), queue.Queue()
+    engine = kv_engine(paged_model(name), num_blocks=120, kv_dtype=kv_dtype)
+    messages = queue.Queue()
     channel = KT.Channel(engine, {1 - env.rank: slice(None)}, [1 - env.rank])
     channel.listen(messages.put)
-    outputs, n_tokens, pause = {}, 0, []
+    outputs, n_tokens = {}, 0
     if env.rank:
         inbox = KT.KVInbox(engine)
-        while (message := messages.get()) is not None or engine.outputs:
+        while (message := messages.get()) is not None:
             if isinstance(message, KT.KVPart):
+                inbox.add(message)
                 n_tokens += len(message.tokens)
-            moved = MIGRATION.accept_migration(inbox, message, channel)
-            if moved is not None:
-                outputs[moved.id] = moved
-            if messages.empty():
-                engine.step()
-            if message is None:
-                messages.put(None)
-        channel.send(None)
+            else:
+                outputs[message.key] = inbox.receive(message)
+            engine.step()
+        paged_run(engine)
         assert engine.counts["tokens_run"] == engine.counts["tokens_new"]  # nothing is run again
     else:
-        moving = {}
-        for i, (prompt, more) in enumerate(requests):
+        sender = KT.KVSender(engine)
+        for i, (prompt, more) in enumerate(kv_requests()):
             engine.add(prompt, id=i, **more)
-        outputs, sender = dict(engine.outputs), KT.KVSender(engine)
-        while engine.outputs or moving:
+        while engine.outputs:
             engine.step()
-            for i in engine.outputs.keys() - moving.keys():
-                if len(engine.outputs[i].token_ids) >= 2:
-                    moving[i] = MIGRATION.Migration(sender, i, i, channel, 8)
-            for migration in moving.values():
-                migration.step()
-            open_ = lambda: {i: m for i, m in moving.items() if m.result is None}  # noqa: B023
-            while not messages.empty() or not engine.outputs and open_():
-                answer = messages.get()
-                if answer.key in moving:
-                    moving[answer.key].take(answer)
-            moving = open_()
-        channel.send(None)
-        while messages.get() is not None:  # answers about requests that have ended
-            pass
+            for i, output in list(engine.outputs.items()):
+                if len(output.token_ids) >= 2 and KT.decodes(engine, i):
+                    sender.hand_over(i, i, channel)
+                else:
+                    sender.send_new(i, i, channel, 8)
+    channel.send(None)
+    assert env.rank or messages.get() is None  # the channel of the next case has the same group
     channel.flush()
     paged_idle(engine)
     return sent_parts(env), n_tokens, outputs
@@ -16272,78 +16204,49 @@ kv_ranks = on_ranks(
 
 @pytest.mark.parametrize("case", KV_MOVED, ids=str)
 def test_kv_transfer_between_processes(case, kv_ranks):
-    """Requests that decode migrate over gloo: outputs are those of one engine, no token is run
-    twice, and the bytes are those of the formula."""
+    """Requests that decode are handed over through gloo: outputs are those of one engine, no token
+    is run twice, and the bytes are those of the formula."""
     name, kv_dtype = case
-    (_, (_, n_tokens, there)) = kv_ranks[case]
-    (parts, nbytes), _, here = kv_ranks[case][0]
+    ((parts, nbytes), _, _), (_, n_tokens, outputs) = kv_ranks[case]
     want = kv_whole(paged_model(name), kv_requests(), kv_dtype=kv_dtype)
-    assert len(there) > 3
-    for i, output in (here | there).items():
-        paged_same([output], [want[i]], 0.05 if kv_dtype else 1e-4)
-    assert parts > 2 * len(there)
+    paged_same([outputs[i] for i in range(8)], want.values(), 0.05 if kv_dtype else 1e-4)
+    assert parts > 2 * len(outputs)
     assert nbytes == parts * KT.HEADER + n_tokens * (8 + KV_MOVED[case])
 
 
-def kv_pair(rank: int, port: int, engine: P.Engine) -> KT.Channel:
-    """The channel of two processes that share no other group."""
-    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 1, wait_for_workers=False)
-    group = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))
-    return KT.Channel(engine, {1 - rank: slice(None)}, [1 - rank], group)
-
-
-def kv_worker(model, requests, port: int, **options) -> None:
-    """A process that decodes and replicates the new KV of each step."""
-    engine = kv_engine(model, num_blocks=60, max_num_batched_tokens=16, **options)
-    channel, sender = kv_pair(0, port, engine), KT.KVSender(engine)
+@pytest.mark.parametrize("case", one_in(4, KV_CASES[:4]), ids=str)
+def test_kv_transfer_replica_continues_after_a_death(case):
+    """A worker sends the new KV of each step to a peer, and dies after some of these parts: the
+    peer goes on after the last token whose KV arrived, runs no token again, and the outputs are
+    those of one engine."""
+    name, kv_dtype, _ = case
+    model, link, options = paged_model(name), KVLink(), dict(kv_dtype=kv_dtype)
+    requests = [(p, dict(params=replace(m["params"], n=1))) for p, m in kv_requests()]
+    worker = kv_engine(model, num_blocks=60, max_num_batched_tokens=16, **options)
+    sender = KT.KVSender(worker)
     for i, (prompt, more) in enumerate(requests):
-        engine.add(prompt, id=i, **more)
-    while engine.outputs:
-        engine.step()
-        for i in list(engine.outputs):
-            sender.send_new(i, i, channel)
-    channel.flush()
-    os._exit(0)
-
-
-@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.slow)])
-def test_kv_transfer_replica_continues_after_kill_9(kills):
-    """A worker is killed with -9 at a random moment: its peer goes on after the last token whose KV
-    arrived, runs no token again, and the outputs are those of one engine."""
-    rng, replicated = random.Random(kills), 0
-    for number in range(kills):
-        name, kv_dtype, _ = KV_CASES[number % 4]
-        model = paged_model(name)
-        requests = [(p, dict(params=replace(m["params"], n=1))) for p, m in kv_requests()]
-        engine, messages = kv_engine(model, num_blocks=120, kv_dtype=kv_dtype), queue.Queue()
-        args, port = dict(kv_dtype=kv_dtype), free_port()
-        fork = multiprocessing.get_context("fork").Process
-        worker = fork(target=kv_worker, args=(model, requests, port), kwargs=args, daemon=True)
-        worker.start()
-        kv_pair(1, port, engine).listen(messages.put)
-        inbox, left = KT.KVInbox(engine), rng.randrange(150) if number else 60
-        while isinstance(message := messages.get(), KT.KVPart):
-            inbox.add(message)
-            left -= 1
-            if left < 0:
-                worker.kill()
-        assert isinstance(message, RuntimeError)  # the connection broke
-        worker.join()
-        outputs, n_run = {}, 0
+        worker.add(prompt, id=i, **more)
+    while worker.outputs:
+        worker.step()
+        for i in worker.outputs:
+            sender.send_new(i, i, link)
+    want = kv_whole(model, requests, **options)
+    for n_parts in (0, 7, 60, 150):
+        engine, n_run, outputs = kv_engine(model, num_blocks=120, **options), 0, []
+        inbox = KT.KVInbox(engine)
+        for part in islice(link.messages, n_parts):
+            inbox.add(part)
         for i, (prompt, more) in enumerate(requests):
             known = inbox.tokens(i, 0)
-            sample = P.Sample(known[len(prompt) :])
-            output = outputs[i] = P.Output(i, prompt, [sample])
-            KT.import_request(engine, KT.continued(output, more["params"], partial(inbox.kv, i)))
+            outputs.append(P.Output(i, prompt, [P.Sample(known[len(prompt) :])]))
+            kv = partial(inbox.kv, i)
+            KT.import_request(engine, KT.continued(outputs[i], more["params"], kv))
             kept = len(known) - (len(known) >= len(prompt))  # the last one gives the logits
             n_run += len(prompt) + 24 - 1 - kept
-            replicated += len(sample.token_ids)
-            inbox.forget(i)
+        assert any(output.token_ids for output in outputs) == (n_parts > 0)
         paged_run(engine)
-        want = kv_whole(model, requests, kv_dtype=kv_dtype)
-        assert paged_tokens(map(outputs.get, range(8))) == paged_tokens(map(want.get, range(8)))
+        assert paged_tokens(outputs) == paged_tokens(want.values())
         assert engine.counts["tokens_run"] == n_run
-    assert replicated > 0
 
 
 # --------------------------------------------------------------------------------------------------
@@ -16476,19 +16379,22 @@ class FlakyDisaggregated(FlakyReplicas):
                 yield update
 
 
-@pytest.mark.parametrize("deaths", one_in(2, [20, 0]))
-@pytest.mark.parametrize("kind", one_in(2, [FlakyReplicas, FlakyDisaggregated]))
+CLUSTER_DEATHS = one_in(3, itertools.starmap(pytest.param, [
+    (FlakyReplicas, 12), (FlakyDisaggregated, 12), (FlakyDisaggregated, 0)]))  # fmt: skip
+
+
+@pytest.mark.parametrize("kind, deaths", CLUSTER_DEATHS)
 def test_cluster_streams_outlive_their_replicas(kind, deaths):
     """Texts, tokens, log-probabilities and finish reasons are those of one Engine, of samples too,
     whatever dies; what is not valid is a 400."""
     common = dict(max_tokens=20, logprobs=1)
     varied = lambda i: dict(n=1 + i % 2, stop=["  " if i % 4 == 0 else "return "], echo=i % 3 == 0)
-    bodies = [dict(prompt=f"def f{i}(a):\n", seed=i) | common | varied(i) for i in range(20)]
-    with http_server() as (_, url), ThreadPoolExecutor(20) as pool:
+    bodies = [dict(prompt=f"def f{i}(a):\n", seed=i) | common | varied(i) for i in range(12)]
+    with http_server() as (_, url), ThreadPoolExecutor(12) as pool:
         post = lambda url, body: http_post(url, "/v1/completions", body).json()
         want = list(pool.map(partial(post, url), bodies))
     with http_server(make=partial(cluster_of_two, deaths=deaths, kind=kind)) as (server, url):
-        with ThreadPoolExecutor(20) as pool:
+        with ThreadPoolExecutor(12) as pool:
             got = list(pool.map(partial(post, url), bodies))
         assert server.engine.flaky.deaths < deaths / 2 or deaths == 0
         assert post(url, dict(prompt="x", n=33))["error"]["code"] == 400
@@ -16587,74 +16493,64 @@ def test_cluster_resumed_requests_keep_priority_and_client():
     assert (seq.priority, seq.client, seq.tokens) == (3, "a", [5, 6, 7])
 
 
-def listening(pid: int) -> set[str]:
-    """Addresses on which a process listens, in hexadecimal."""
-    sockets = {os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()}
+def listening() -> set[str]:
+    """Addresses and ports on which this process listens, in hexadecimal."""
+    links = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    sockets = {os.readlink(path) for path in links}
     rows = [r.split() for x in ("tcp", "tcp6") for r in open(f"/proc/net/{x}").readlines()[1:]]
-    return {r[1].split(":")[0] for r in rows if r[3] == "0A" and f"socket:[{r[9]}]" in sockets}
-
-
-def cluster_pair(pipe: Any) -> None:
-    """A process in which a pair of replicas connects; what it listens on."""
-    gc.disable()  # the parent's objects, whose threads this process does not have
-    store, groups = CLUSTER.rank_store(), []
-
-    def connect(rank: int) -> None:
-        client = dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
-        groups.append(DR.pair_group(dist.PrefixStore("1-2-0", client), rank))
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(connect, range(2)))
-    pipe.send(listening(os.getpid()))
-    os._exit(0)
+    return {r[1] for r in rows if r[3] == "0A" and f"socket:[{r[9]}]" in sockets}
 
 
 def test_cluster_listens_on_loopback_only():
     """What replicas send each other is unpickled: no other machine can connect."""
-    context = multiprocessing.get_context("fork")
-    pipe, end = context.Pipe(duplex=False)
-    process = context.Process(target=cluster_pair, args=(end,), daemon=True)
-    process.start()
-    assert pipe.poll(30) and pipe.recv() == {"0100007F"}
-    process.join()
+    before = listening()
+    store = CLUSTER.rank_store()
+
+    def connect(rank: int) -> dist.ProcessGroupGloo:
+        client = dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
+        return DR.pair_group(dist.PrefixStore("1-2-0", client), rank)
+
+    with ThreadPoolExecutor(2) as pool:
+        groups = list(pool.map(connect, range(2)))
+    assert {at.split(":")[0] for at in listening() - before} == {"0100007F"} and groups
 
 
 def test_cluster_a_pair_that_lost_its_connection_makes_a_new_one():
-    """Under a new name, since the keys of the old one name closed ports; calls that fail later do
-    not make a third. Messages of the old connection change nothing."""
+    """Under a new name, since the keys of the old one name closed ports; a call that fails later
+    does not make a third. Messages of the old connection change nothing."""
+    names, dead = [], set()
 
-    class Replicas:
-        describe, names, dead = None, [], set()
+    async def choose(ids, among):
+        return SimpleNamespace(pid=1 if among.start is None else 2)
 
-        async def choose(self, ids, among):
-            return SimpleNamespace(pid=1 if among.start is None else 2)
+    async def updates(replica, pair, *_):
+        yield "expected"
+        names.append(pair)
+        await asyncio.sleep(0.02)
+        if pair in dead:
+            raise ConnectionError
+        yield "token"
 
-        async def updates(self, replica, pair, *_):
-            yield "expected"
-            self.names.append(pair)
-            await asyncio.sleep(0.02)
-            if pair in self.dead:
-                raise ConnectionError
-            yield "token"
+    replicas = SimpleNamespace(describe=None, choose=choose, updates=updates)
+    calls = DR.DisaggregatedReplicas(replicas, 1, None)
+
+    async def one() -> list:
+        return [x async for x in calls.call([V.Request("", 0, [5], P.SamplingParams())])]
 
     async def run() -> None:
-        calls = DR.DisaggregatedReplicas(Replicas(), 1, None)
-
-        async def one() -> list:
-            return [x async for x in calls.call([V.Request("", 0, [5], P.SamplingParams())])]
-
         await one()
-        Replicas.dead = set(Replicas.names)
-        late = asyncio.create_task(one())
+        dead.update(names)
+        early = asyncio.create_task(one())
         await asyncio.sleep(0.01)
-        with pytest.raises(ConnectionError):
-            await one() if not late.done() else None
-        await asyncio.gather(late, return_exceptions=True)
-        await one(), await one()
+        late = asyncio.create_task(one())
+        await asyncio.gather(early, return_exceptions=True)
+        await one()
+        assert isinstance(*await asyncio.gather(late, return_exceptions=True), ConnectionError)
+        await one()
 
     asyncio.run(run())
-    old, *_, new = Replicas.names
-    assert set(Replicas.names) == {old, new} and old != new and len(Replicas.names) == 10
+    old, *_, new = names
+    assert {*names} == {old, new} and old != new
     replica = DR.DisaggregatedReplica.__new__(DR.DisaggregatedReplica)
     future = Future()
     replica.expected = {7: (new, future)}
@@ -16696,32 +16592,6 @@ def test_cluster_sends_again_only_what_a_dead_replica_had(monkeypatch):
     assert (calls, waiting, alive) == (FAILOVER.MAX_FAILURES, 0, 0) and "died" in error
     last = [FAILOVER.Piece(0, "a", [5], [], "length")]
     assert asyncio.run(run(ConnectionError(), last)) == (1, 0, 0, 0, None)
-
-
-def test_cluster_next_replica_gets_the_tokens_so_far(monkeypatch):
-    """Of a stream that was interrupted before, and whose replica died in this run."""
-    monkeypatch.setattr(FAILOVER, "RETRY_SECONDS", 0.0)
-    sent = []
-
-    async def call(requests, previous, k, seen):
-        sample = previous[0].samples[0]
-        sent.append(([*sample.token_ids], [*sample.logprobs], sample.finish_reason, seen[0].chars))
-        piece = FAILOVER.Piece(0, "a", [4 + len(sent)], [(-1.0, [], [])], None)
-        yield FAILOVER.Update("", dict(kv_usage=0.0), [piece], [[]])
-        raise ConnectionError
-
-    async def run() -> None:
-        request = V.Request("", 0, [1], P.SamplingParams())
-        kept = P.Output(request, [1], [P.Sample([5, 6], "length", [(-1.0, [], [])] * 2)])
-        engine = FAILOVER.ReplicatedEngine(call, lambda stats: None)
-        stream = await engine.submit([request], [kept])
-        await asyncio.wait_for(engine.tasks[stream], 10)
-        engine.close_stream(stream)
-
-    asyncio.run(run())
-    one = (-1.0, [], [])
-    assert sent[0] == ([5, 6], [one] * 2, None, 0)
-    assert sent[1] == ([5], [one], None, 1) and sent[2] == ([5, 6], [one] * 2, None, 2)
 
 
 def test_cluster_replica_reports_its_error_and_frees_the_stream():
@@ -16778,7 +16648,7 @@ class ReplicaProcesses:
 
     def __init__(self, *argv: str):
         argv = *argv, "--dtype", "fp32"
-        self.process, self.url = http_program(*argv, program=["-m", "serving.cluster"])
+        self.process, self.url = http_program(["-m", "serving.cluster"], *argv)
         self.log = deque(maxlen=40)  # of lines; a full pipe would block
         threading.Thread(target=self.log.extend, args=(self.process.stderr,), daemon=True).start()
 
@@ -16807,19 +16677,13 @@ class ReplicaProcesses:
         forked = [p for p in named("multiprocessing.forkserver") if table[p][0] != self.process.pid]
         return forked if rank is None else forked[rank::2]  # started in turn
 
-    async def texts(self, bodies: list[dict]) -> list[str]:
-        """Of calls at once."""
-        limits = httpx.Limits(max_connections=len(bodies))
-        async with httpx.AsyncClient(base_url=self.url, timeout=120, limits=limits) as client:
-            return await asyncio.gather(*(http_stream(client, body) for body in bodies))
-
     async def texts_amid_kills(
         self, bodies: list[dict], n: int, ranks: Iterator[int | None]
     ) -> tuple[list[str], int]:
         """Also the number of kills, with -9 and at random moments, each of a process of n that
         run or start; 5 at most: a call may lose fewer than MAX_FAILURES. ranks: of the processes
         to be killed."""
-        calls, kills = asyncio.ensure_future(self.texts(bodies)), 0
+        calls, kills = asyncio.ensure_future(http_texts(self.url, bodies)), 0
         while not (await asyncio.wait([calls], timeout=random.uniform(0.05, 1.0)))[0]:
             if kills < 5 and len(self.pids()) == n:
                 os.kill(random.choice(self.pids(next(ranks))), signal.SIGKILL)
@@ -16827,73 +16691,48 @@ class ReplicaProcesses:
         return await calls, kills
 
 
+CLUSTER_KILLS = {  # flags: processes of replicas, kills
+    "--replicas 2 --backend mp": (2, 10),
+    "--replicas 2 --backend mp --tp 2": (4, 2),
+    "--disaggregate 2:2 --replicate": (4, 10),
+    "--replicas 2 --backend ray --tp 2": (4, 2),
+    "--replicas 1:2 --backend ray": (2, 1),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["ray", "mp", "disaggregated"])
-def test_cluster_survives_kill_9(backend):
-    """Two replicas, or two that run prompts and two that decode; one is killed with -9 at a random
-    moment amid 50 streams, 20 times or more (on Ray, where a replica takes seconds to start, 3):
-    every client receives the text of the undisturbed run. A prompt that was sent before goes to the
-    replica that has it."""
-    if backend == "ray":
+@pytest.mark.parametrize("flags", CLUSTER_KILLS)
+def test_cluster_survives_kill_9(flags, monkeypatch):
+    """Replicas, of two ranks each, or some that run prompts and some that decode; with 1:2, one
+    until calls wait. One process after another is killed with -9 at a random moment amid 50
+    streams: every client receives the text of the undisturbed run, which is one process's. A prompt
+    that was sent before goes to the replica that has it."""
+    if "ray" in flags:
         pytest.importorskip("ray", reason='pip install "ray[serve]==2.60.0"')
-    body = dict(max_tokens=60, ignore_eos=True)
-    bodies = [body | dict(prompt=f"def f{i}(a, b):\n", seed=i) for i in range(50)]
-    rng, flags = random.Random(0), ["--replicas", "2", "--backend", backend]
-    if backend == "disaggregated":
-        flags = ["--disaggregate", "2:2", "--replicate"]
-    with ReplicaProcesses(*flags) as server:
+    monkeypatch.setattr(P, "INTERPRET", False)
+    prompts = [f"def f{i}(a, b):\n" for i in range(50)]
+    more = dict(max_tokens=60, ignore_eos=True)
+    bodies = [dict(prompt=p, seed=i) | more for i, p in enumerate(prompts)]
+    alone = [http_reference(**sampling_of(**body))[0].text for body in bodies[:5]]
+    rng, (n, n_kills) = random.Random(0), CLUSTER_KILLS[flags]
+    ranks = itertools.cycle((1, 0) if "--tp" in flags else (None,))
+    with ReplicaProcesses(*flags.split()) as server:
+        assert (len(server.pids()) == 1) == ("1:2" in flags)
+        texts = lambda: asyncio.run(http_texts(server.url, bodies))
+        want, end = texts(), time.monotonic() + 60
+        assert want[:5] == alone
+        while len(server.pids()) < n:
+            assert texts() == want and time.monotonic() < end
         ids = [[rng.randrange(5, 200) for _ in range(64)] for _ in range(16)]
         for prompt in ids * 2:
             http_post(server.url, "/v1/completions", dict(prompt=prompt, max_tokens=1))
         hits = re.search(r"cache_hits_total (\d\S*)", httpx.get(f"{server.url}/metrics").text)
         assert float(hits[1]) >= 16 * 48
-        want, kills = asyncio.run(server.texts(bodies)), 0
-        while kills < (3 if backend == "ray" else 20):
-            n = 4 if backend == "disaggregated" else 2
-            got, more = asyncio.run(server.texts_amid_kills(bodies, n, itertools.repeat(None)))
+        kills = 0
+        while kills < n_kills:
+            got, more = asyncio.run(server.texts_amid_kills(bodies, n, ranks))
             kills += more
             assert got == want, f"kill {kills}"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["ray", "mp"])
-def test_cluster_of_ranks_survives_kill_9(backend, monkeypatch):
-    """Two replicas of two ranks each: texts are those of one process, also if the ranks are killed
-    with -9 amid the streams."""
-    if backend == "ray":
-        pytest.importorskip("ray", reason='pip install "ray[serve]==2.60.0"')
-    monkeypatch.setattr(P, "INTERPRET", False)
-    params = [dict(seed=i, max_new_tokens=40, ignore_eos=True) for i in range(20)]
-    want = [http_reference(HTTP_PROMPT, **p)[0].text for p in params]
-    bodies = [dict(prompt=HTTP_PROMPT, seed=i, max_tokens=40, ignore_eos=True) for i in range(20)]
-    with ReplicaProcesses("--replicas", "2", "--tp", "2", "--backend", backend) as server:
-        assert asyncio.run(server.texts(bodies)) == want
-        kills, ranks = 0, itertools.cycle((1, 0))
-        while kills < (2 if backend == "ray" else 4):
-            got, more = asyncio.run(server.texts_amid_kills(bodies, 4, ranks))
-            kills += more
-            assert got == want, f"kill {kills}"
-
-
-@pytest.mark.slow
-def test_cluster_on_ray_adds_replicas_under_load():
-    pytest.importorskip("ray", reason='pip install "ray[serve]==2.60.0"')
-    body = dict(prompt="def f():\n", max_tokens=400, ignore_eos=True)
-    with ReplicaProcesses("--replicas", "1:2") as server:
-        assert len(server.pids()) == 1
-
-        async def load() -> None:
-            calls = asyncio.ensure_future(server.texts([body] * 50))
-            try:
-                async with asyncio.timeout(60):
-                    while len(await asyncio.to_thread(server.pids)) < 2:
-                        await asyncio.sleep(0.2)
-                        if calls.done():
-                            calls = asyncio.ensure_future(server.texts([body] * 50))
-            finally:
-                calls.cancel()
-
-        asyncio.run(load())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -16997,16 +16836,14 @@ class Browser:
 @contextmanager
 def page_browser(folder: Path, *servers: tuple):
     """A browser, and the URLs of servers that have these flags."""
-    urls = [f"http://127.0.0.1:{free_port()}" for _ in servers]
     with contextlib.ExitStack() as stack:
-        browser = Browser(folder / "profile")
+        browser, urls = Browser(folder / "profile"), []
         stack.callback(os.killpg, browser.process.pid, signal.SIGKILL)
-        for url, flags in zip(urls, servers):
-            argv = [sys.executable, "generate.py", "--serve", url[7:], "--dtype", "fp32"]
-            argv += [str(flag).format(*urls) for flag in flags]
-            server = subprocess.Popen(argv, cwd=REPO, env=ENV, stderr=subprocess.DEVNULL)
-            stack.callback(server.wait)
+        for flags in servers:
+            flags = [str(flag).format(*urls) for flag in flags]
+            server, url = fork_server(folder / f"log{len(urls)}", "--dtype", "fp32", *flags)
             stack.callback(server.kill)
+            urls.append(url)
         browser.view(1000, 700, "light")
         yield browser, *urls
 
@@ -17114,7 +16951,7 @@ def test_page_stops_and_survives_a_broken_connection(page):
     browser.wait(f"{PAGE_DONE} && $('.foot').innerText.includes('stopped')")
     for line in ("num_requests_running 0.0", 'request_success_total{finished_reason="abort"} 1.0'):
         browser.wait(lambda: f"\nsheaf:{line}\n".encode() in page_api(url, "/metrics"))
-    browser.settings(max_tokens=150)
+    browser.settings(max_tokens=80)
     texts = []
     for interruption in ("none", "connection", "reload"):
         browser.run("$('#clear').click()")
@@ -17128,7 +16965,7 @@ def test_page_stops_and_survives_a_broken_connection(page):
             browser.send("Page.reload")
         browser.wait(PAGE_DONE)
         texts.append(browser.run(PAGE_TEXT))
-    assert len(texts[0]) > 200 and texts == texts[:1] * 3
+    assert len(texts[0]) > 100 and texts == texts[:1] * 3
 
 
 def test_page_sends_its_settings(page):
@@ -17279,8 +17116,7 @@ PROGRAM_SAMPLING = [{}, dict(temperature=0.9, seed=7), dict(temperature=1.3, see
 @pytest.mark.parametrize("params", one_in(3, PROGRAM_SAMPLING), ids=str)
 def test_programs_equal_calls_alone(params):
     """Calls on the lines of a call, a call on theirs, and a forked text == each prompt alone,
-    greedy and seeded, whatever runs beside them; also with few blocks and one sequence at a
-    time."""
+    greedy and seeded, whatever runs beside them; also with few blocks."""
 
     async def main(p):
         first = p.call("class {name}:\n", name="Stack", max_new_tokens=40, **params)
@@ -17302,7 +17138,7 @@ def test_programs_equal_calls_alone(params):
     branches = [f"    # {i}\n" + alone(f"def f(x):\n    # {i}\n", **short).text for i in (0, 1)]
     joined = alone("def f(x):\n" + "".join(branches) + last, **short).text
     assert len(lines) > 1
-    for engine in ({}, dict(num_blocks=24, max_num_seqs=5), dict(max_num_seqs=1)):
+    for engine in ({}, dict(num_blocks=24, max_num_seqs=5)):
         assert run_program(main, **engine) == [first, lines, last, joined]
 
 
@@ -17334,33 +17170,6 @@ def test_programs_waste_no_step_and_no_prefill():
         busy = len(http_small()[1].encode("import os\n")) + 89
         run = sum(map(len, ids)) - sum(shared) + 8 + 16 + 7 + other * busy
         assert service.engine.counts["tokens_run"] == run
-
-
-def test_programs_skeleton_of_thought_decodes_points_together():
-    """An outline and n points on it take as many steps as the outline and the longest point, and
-    the points' common prefix is prefilled once."""
-
-    async def main(p):
-        outline = p.call("# to do:\n# - get\n# -", max_new_tokens=30, ignore_eos=True)
-        point = PROGRAM_PREFIX + "{outline}\n# {line}\n"
-        more = dict(outline=outline, ignore_eos=True)
-        sizes = itertools.count(5, 3)
-        points = outline.lines("#").map(
-            lambda x: p.call(point, line=x, max_new_tokens=next(sizes), **more)
-        )
-        await points
-        return outline, [x for _, x in points.items]
-
-    service = program_service()
-    outline, points = run_program(main, service=service)
-    lengths = [len(x.output.token_ids) for x in points]
-    assert len(points) > 2 and lengths == [*range(5, 5 + 3 * len(points), 3)]
-    assert service.engine.counts["steps"] == 30 + max(lengths)
-    (first, *ids) = (x.requests[0].ids for x in points)
-    prompts = len(outline.requests[0].ids) + len(first)
-    prompts += sum(len(x) - max(shared_tokens(x, y) for y in [first, *ids[:i]])
-                   for i, x in enumerate(ids))  # fmt: skip
-    assert service.engine.counts["tokens_run"] == prompts + 29 + sum(lengths) - len(lengths)
 
 
 def test_programs_start_on_partial_output():
@@ -17443,22 +17252,18 @@ def test_programs_stream_is_in_order_of_ancestry():
     assert sum(sizes) > 1000 and sum(shuffled) > 50
 
 
-def test_programs_stream_of_a_failed_text_has_its_complete_pieces():
-    async def main():
-        value = VALUES.Value(bare_program())
-        lines = value.lines()
-        value.grow("a\nb")
-        value.resolve(error="x")
-        assert [item.text for _, item in lines.items] == ["a"] and lines.error == "x"
-
-    asyncio.run(main())
-
-
 def test_programs_stream_fails_with_its_first_error():
-    """And a Value with that of its first input that has failed, in the order of the inputs."""
+    """That of the first item; a text that failed has its complete pieces; a Value fails with the
+    first of its inputs that has failed, in their order. A function of `map` may add a stage to the
+    same Stream: each item is in it once."""
 
     async def main():
-        p = bare_program()
+        p, inner = bare_program(), []
+        text = VALUES.Value(p)
+        lines = text.lines()
+        text.grow("a\nb")
+        text.resolve(error="x")
+        assert [item.text for _, item in lines.items] == ["a"] and lines.error == "x"
         stream, items = VALUES.Stream(p, p.value("")), [VALUES.Value(p) for _ in range(9)]
         for i, item in enumerate(items):
             stream.put((i,), item)
@@ -17467,15 +17272,6 @@ def test_programs_stream_fails_with_its_first_error():
             item.resolve(error=f"error {i}")
         assert stream.error == "error 0"
         assert VALUES.Value(p).compute_from(items).error == "error 8"
-
-    asyncio.run(main())
-
-
-def test_programs_stage_made_by_a_stage_has_each_item_once():
-    """A function of `map` adds a stage to the same Stream, at its first item."""
-
-    async def main():
-        p, inner = bare_program(), []
         stream = VALUES.Stream(p, p.value(""))
         outer = stream.map(lambda x: (inner or inner.append(stream.map(lambda y: y)), x)[1])
         for i, text in enumerate("ab"):
@@ -17646,7 +17442,7 @@ def test_programs_select_scores_the_choices():
     assert service.engine.counts["tokens_run"] == len(ids) - rest + 2 * (4 * rest + more)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_programs_prompt_logprobs_from_a_token(seed):
     """Log-probabilities from any token of a prompt on are the last of all of them, whatever is
     cached, whatever the chunks, and after preemptions; the tokens before are read from the
@@ -17655,8 +17451,9 @@ def test_programs_prompt_logprobs_from_a_token(seed):
     prompt = [r.randrange(97) for _ in range(r.randint(20, 60))]
     kwargs = dict(num_blocks=r.choice((20, 40)), block_size=4, max_num_seqs=4)
     engine = P.Engine(model, max_num_batched_tokens=r.choice((7, 64)), **kwargs)
-    whole = P.Engine(model, num_blocks=40, block_size=4)
-    whole = whole.outputs[whole.add(prompt, greedy(1), prompt_logprobs=2)], whole.step()
+    whole = paged_engine(model)
+    want = whole.outputs[whole.add(prompt, greedy(1), prompt_logprobs=2)]
+    whole.step()
     if seed % 2:
         engine.generate([prompt], greedy(2))
     hits, starts = engine.scheduler.n_hit_tokens, r.sample(range(1, len(prompt)), 4)
@@ -17666,9 +17463,8 @@ def test_programs_prompt_logprobs_from_a_token(seed):
         engine.step()
         paged_check(engine)
     for start, output in zip(starts, outputs):
-        got, want = output.prompt_logprobs, whole[0].prompt_logprobs[start - 1 :]
-        assert len(got) == len(want) and [x[1] for x in got] == [x[1] for x in want]
-        assert all(abs(a[0] - b[0]) < 1e-4 for a, b in zip(got, want))
+        pairs = [*zip(output.prompt_logprobs, want.prompt_logprobs[start - 1 :], strict=True)]
+        assert all(a[1] == b[1] and abs(a[0] - b[0]) < 1e-4 for a, b in pairs)
     if seed % 2 and not engine.scheduler.n_preempted:
         cached = sum((start - 1) // 4 * 4 for start in starts)
         assert engine.scheduler.n_hit_tokens - hits == cached
@@ -17701,10 +17497,6 @@ def test_programs_file_may_define_dataclasses(tmp_path):
     del sys.modules[main.__module__]
 
 
-async def programs_refused(call: Callable[[PR.Program], Any]) -> None:
-    call(bare_program())
-
-
 PROGRAMS_BAD = {  # a call, and what its error says
     "no value": (lambda p: p.call("a {x}"), r"template 'a .*no value for \{x\}; add x="),
     "no place": (lambda p: p.call("a", x=1), "template 'a': x is neither"),
@@ -17724,7 +17516,7 @@ PROGRAMS_BAD = {  # a call, and what its error says
     "no separator": (lambda p: p.call("x").lines().lines(None), "separator must be .* not None"),
 }  # fmt: skip
 REFUSED |= {
-    f"programs: {name}": (lambda call=call: asyncio.run(programs_refused(call)), words)
+    f"programs: {name}": (lambda call=call: call(bare_program()), words)
     for name, (call, words) in PROGRAMS_BAD.items()
 }
 
@@ -31331,38 +31123,6 @@ def same_text(got: dict, want: dict, tolerance: float = 1e-5) -> None:
         same_text(a, b, tolerance)
 
 
-def numeric_flags(config: type) -> dict[str, str]:
-    """The numeric settings of a program: {name: what stands before the value}. config: the
-    dataclass of its flags."""
-    return {
-        name: f"--set {name}=" if f.metadata["rare"] else f"--{name.replace('_', '-')}="
-        for name, f in config.flags().items()
-        if f.type.split()[0] in ("int", "float")
-    }
-
-
-def feed_bad_numbers(main: Callable, config: type, needs: dict[str, str]) -> dict[str, str]:
-    """main(argv) runs with 1 or 2 for every numeric setting, beside the flags that it needs; with
-    nan, inf, -1, 0, 1e30 and x it runs, or ends with exit code 2 and a line that names the flag.
-    Returns {name: the bad values that ran}."""
-    ran = {}
-    for name, flag in numeric_flags(config).items():
-        fates = {}
-        for number in "1 2 nan inf -1 0 1e30 x".split():
-            err = io.StringIO()
-            with contextlib.redirect_stderr(err):
-                try:
-                    fates[number] = main(f"{needs.get(name, '')} {flag}{number}".split())
-                except SystemExit as e:  # argparse's
-                    fates[number] = e.code
-            last = err.getvalue().splitlines()[-1:]
-            named = last and flag.rstrip("=") in last[0] and "Traceback" not in err.getvalue()
-            assert fates[number] == 0 or (fates[number] == 2 and named), (flag, number, last)
-        assert 0 in (fates.pop("1"), fates.pop("2")), flag
-        ran[name] = " ".join(number for number, code in fates.items() if code == 0)
-    return ran
-
-
 @pytest.fixture(scope="module")
 def generate_files(tmp_path_factory) -> dict[str, Path]:
     """Names in the tables of flags: models, texts and requests."""
@@ -31502,27 +31262,40 @@ request_timeout       | --serve             | 1e30
 
 
 def test_generate_numeric_flags_refuse_bad_numbers(monkeypatch):
-    """Every numeric flag takes 1 or 2 and the listed values, refuses the others, and needs what it
-    needs, by name."""
+    """Every numeric flag takes 1 or 2 and the listed values. Others are refused in a line that
+    names the flag, and so is a flag without what it needs."""
     monkeypatch.setattr(G, "run", lambda args: None)
-    needs, takes, config = {}, {}, GCONF.GenerateConfig
-    for names, needed, values in (row.values for row in table(GENERATE_NUMBERS)):
-        needs |= dict.fromkeys(names.split(), needed)
-        takes |= dict.fromkeys(names.split(), values)
-    assert feed_bad_numbers(G.main, config, needs) == takes
-    for name in filter(needs.get, needs):
-        done = run_generate(*f"{numeric_flags(config)[name]}2".split())
-        assert done.code == 2 and " requires " in done.err, name
+    rows = [row.values for row in table(GENERATE_NUMBERS)]
+    listed = {name: row[1:] for row in rows for name in row[0].split()}
+    config = GCONF.GenerateConfig.flags().items()
+    numeric = {name: f for name, f in config if f.type.split()[0] in ("int", "float")}
+    assert numeric.keys() == listed.keys()
+    for name, (needs, takes) in listed.items():
+        rare = numeric[name].metadata["rare"]
+        flag = f"--set {name}=" if rare else f"--{name.replace('_', '-')}="
+        ran = []
+        for number in "1 2 nan inf -1 0 1e30 x".split():
+            done = run_generate(*f"{needs} {flag}{number}".split())
+            ran += [number] * (done.code == 0)
+            last = done.err.splitlines()[-1:]
+            named = last and flag.rstrip("=") in last[0] and "Traceback" not in done.err
+            assert done.code == 0 or (done.code == 2 and named), (flag, number, last)
+        assert {*ran} & {"1", "2"}, flag
+        assert " ".join(number for number in ran if number not in ("1", "2")) == takes, flag
+        if needs:
+            done = run_generate(*f"{flag}2".split())
+            assert done.code == 2 and " requires " in done.err, name
 
 
 BAD_GENERATE = f"""
 ''                                          | prompt is empty
 -                                           | prompt is empty
---program=                                  | --program no such file
---serve=                                    | --serve [HOST:]PORT
+--serve 70000                               | --serve give [HOST:]PORT
+--serve 0.0.0.0:8000                        | --serve requires --api-key
+--serve [::]:80                             | --serve requires --api-key
+--serve 0 --api-key=                        | --api-key is empty
+x --api-key k                               | --api-key requires --serve
 x --save=                                   | --save an empty path
-x --perplexity=                             | --perplexity an empty path
-x --set plot=                               | --set plot an empty path
 --dummy= --prompt-tokens 4                  | --dummy config.json
 x --speculate draft --draft-model=          | --draft-model config.json
 x --n 9223372036854775808                   | --n less than 2**63
@@ -31531,10 +31304,7 @@ x --min-p 1.5                               | --min-p 1.5
 --program nowhere.py                        | --program nowhere.py: no such file
 --program {REPO}/generation/program_examples.py:x | program_examples.py:x: it has no `async def x
 x --set logit_bias=70000:1                  | --set logit_bias 70000 4095
-x --set logit_bias=-1:1                     | --set logit_bias -1
 x --set logit_bias=5=1                      | --set logit_bias must be ID:BIAS 5=1
-x --set logit_bias=5:nan                    | --set logit_bias nan
-x --set logit_bias=5:1,5:2                  | --set logit_bias once
 x --set min_new_tokens=300                  | --set min_new_tokens 300 200
 x --stop ''                                 | --stop empty
 x --logprobs 4097 --json                    | --logprobs 4096 4097
@@ -31568,7 +31338,6 @@ x --checkpoint Qwen/Qwen3-8B                | Qwen/Qwen3-8B download it
 --perplexity /dev/null                      | --perplexity too short
 --choices /dev/null/x                       | --choices /dev/null/x: give a JSONL file
 --choices README.md                         | --choices README.md: line 1 "choices" "answer"
---choices --num-fewshot 9999                | --num-fewshot 9999 standard library other questions
 x --num-fewshot 2                           | --num-fewshot requires --choices
 --choices --set fewshot=x                   | --set fewshot requires --num-fewshot
 --choices --num-fewshot 1 --set fewshot=/dev/null/x | --set fewshot=/dev/null/x: JSONL
@@ -31579,7 +31348,6 @@ x --chat                                    | --chat no chat template
 x --device cuda:9                           | --device cuda:9
 x --device warp                             | --device warp
 x --device meta                             | --device meta
-x --device mps                              | --device mps
 --prompt-tokens 512                         | 512 tokens context max_position_embeddings
 --prompt-tokens 9223372036854775807         | 9223372036854775807 tokens context
 --perplexity pytest.ini --logprobs 4097 --json | --logprobs 4096 4097
@@ -31597,7 +31365,6 @@ x --set kv_layout=virtual                    | --set kv_layout requires --batch
 --bench-serving --shared-prefix 321         | --shared-prefix 513 512
 --bench-serving --checkpoint {MOE} --compile | --compile experts
 --ep                                        | --ep has no MoE layers
---ep --dummy small --prompt-tokens 4        | --ep has no MoE layers
 --ep --checkpoint {MOE} --set num_redundant_experts=1 | --set num_redundant_experts
 --ep --checkpoint {MOE} --set expert_load=nowhere.jsonl | --set expert_load nowhere.jsonl
 x --offload cpu --compile                   | --offload --compile
@@ -31619,7 +31386,6 @@ x --set expert_load=x                       | --set expert_load requires --ep
 x --ep --set expert_spread=overlap          | --set expert_spread requires num_redundant_experts
 --tp 2                                      | --tp 2 torchrun --nproc-per-node 2
 --n 2 --set shard_batch=true                | --set shard_batch requires --tp
---pp 2                                      | --pp 2 processes, not 1 --nproc-per-node 2
 --cp 2                                      | --cp 2 processes, not 1 --nproc-per-node 2
 x --models a=b                              | --models requires --batch --serve
 --batch f --models a                        | --models NAME=DIR 'a'
@@ -31631,26 +31397,21 @@ x --cascade README.md                       | README.md damaged
 x --early-exit 2:3                          | --early-exit 2:3 must not rise
 x --early-exit 7:3                          | --early-exit 7:3 6 layers
 x --early-exit 0                            | --early-exit A:B share '0'
-x --early-exit half                         | --early-exit A:B share 'half'
 x --early-exit 6:3 --set exit_ramps=4       | --early-exit 6:3 exit_ramps
 x --early-exit 0.9 --set exit_ramps=4,2     | --set exit_ramps rising 4,2
 x --early-exit 0.9 --set exit_ramps=0       | --set exit_ramps 1 0
-x --early-exit 0.9 --set exit_ramps=00      | --set exit_ramps 1 00
 x --early-exit 0.9 --set exit_ramps=6       | --set exit_ramps 6 of
 x --early-exit 0.9 --set calibration_text=/dev/null | --set calibration_text /dev/null empty
 x --set exit_ramps=3                        | --set exit_ramps requires --early-exit
 x --early-exit 0.9 --set calibration_text=/nowhere | --set calibration_text /nowhere
 x --kv-budget 1.5                           | --kv-budget share 1.5
-x --kv-budget 7                             | --kv-budget 7 of 202 tokens 8
 x --kv-policy streaming                     | --kv-policy requires --kv-budget
 x --kv-budget 0.5 --kv-policy infinigen --offload cpu | --kv-policy infinigen --offload
 x --checkpoint {MOE} --kv-budget 0.5 --kv-policy infinigen | --kv-policy infinigen latent
 x --regex (a                                | --regex cannot be compiled
-x --json-schema /nowhere                    | --json-schema /nowhere
 x --kv-store README.md                      | --kv-store README.md give a folder
 x --kv-store-size 1G                        | --kv-store-size requires --kv-store
 x --kv-store runs --kv-store-size 3x        | --kv-store-size must be bytes 500M
-x --kv-store runs --set kv_store_host=0     | --set kv_store_host must be bytes 500M
 x --json-schema README.md                   | --json-schema README.md not a JSON file
 x --json-schema checkpoints/small/config.json | --json-schema is not supported
 """
@@ -31679,6 +31440,7 @@ GENERATE_EXCLUDES = """
 --prompt-tokens 8                 | x
 --batch f                         | --json --interactive --bench-serving --attention=flash --chat x
 --bench-serving                   | --max-new-tokens=9 --stop=x
+--serve                           | --batch=x --top-k=3
 --ep       | --batch=f --bench-serving --interactive --speculate=ngram --compile --quantize-report
 --tp 2                            | --interactive --quantize-report
 --pp 2     | --interactive --compile --quantize-report --speculate=ngram --ep --batch=f
@@ -31726,21 +31488,6 @@ def make_row(tokenizer=None, stop=(), eos=(), prompt=()) -> G.Continuation:
     return G.Continuation(tokenizer, stream, stops, eos, lambda text: None)
 
 
-@pytest.mark.parametrize("length", [5, 40])
-def test_generate_decoder_equals_the_plain_model(length, monkeypatch):
-    """Greedy tokens through prefill (in chunks or not), cache and decode == argmax of the full
-    forward, and they end with the first of the EOS ids."""
-    model, prompt = random_model(tiny()), random_tokens(tiny(), 1, length)
-    monkeypatch.setattr(G, "PREFILL_CHUNK", 16)
-    decoder, tokens = G.Decoder(model, length + 30, GREEDY), prompt
-    for _ in range(30):
-        tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], 1)
-    free = tokens[0, length:].tolist()
-    assert new_tokens(decoder, prompt[0].tolist(), 30) == [free]
-    end = free[: free.index(free[7]) + 1]
-    assert new_tokens(decoder, prompt[0].tolist(), 30, (1000, free[7])) == [end]
-
-
 def test_generate_picks_a_gpu_by_its_index(monkeypatch):
     """torch.cuda.set_device refuses a device without an index."""
     chosen = []
@@ -31784,7 +31531,7 @@ def test_generate_n_samples_equal_n_runs():
 
 @pytest.mark.skipif(not has_compiler(), reason="torch.compile on CPU needs a C++ compiler")
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["greedy", "sampled", "latent-experts"])
+@pytest.mark.parametrize("kind", ["sampled", "latent-experts"])
 def test_generate_compiled_decode_equals_eager(kind):
     """The compiled step (static cache, sampler, absorbed MLA, gathered experts) gives the tokens of
     eager mode, and is compiled once."""
@@ -31859,31 +31606,21 @@ def test_generate_refuses_logits_that_are_not_finite(tmp_path):
 
 def test_generate_attention_flag_selects_the_backend(monkeypatch):
     """The flag is not ignored: flash calls as_attend in prefill, in every step and in --perplexity,
-    with as many slots as are used; sdpa never."""
-    limits = []
-    as_attend = lambda cache, *, limit, fixed_max: (
-        limits.append(limit) or partial(cache.attend, limit=limit)
-    )
-    monkeypatch.setattr(A, "as_attend", as_attend)
-    for flags, n in (
-        ("--max-new-tokens 3 --ignore-eos", 3),
-        (f"--perplexity {REPO}/pytest.ini", 1),
-    ):
-        for attention in ("sdpa", "flash"):
-            generated(f"{flags} --attention {attention}")
-            assert attention == "flash" or limits == []
+    with as many slots as are used; sdpa never. --set fixed_max is decode_attention's argument."""
+    limits, seen, as_attend, decode = [], [], A.as_attend, A.decode_attention
+    monkeypatch.setattr(
+        A, "as_attend", lambda *args, limit, **kwargs: (
+            limits.append(limit), as_attend(*args, limit=limit, **kwargs))[1])
+    monkeypatch.setattr(
+        A, "decode_attention", lambda *args, fixed_max, **kwargs: (
+            seen.append(fixed_max), decode(*args, fixed_max=fixed_max, **kwargs))[1])
+    for flags, n in (("x --max-new-tokens 3", 3), (f"--perplexity {REPO}/pytest.ini", 1)):
+        generated(f"{flags} --ignore-eos" if n == 3 else flags)
+        assert limits == []
+        generated(f"{flags} --attention flash --set fixed_max={n}")
         assert limits == [*range(limits[0], limits[0] + n)]
         limits.clear()
-
-
-def test_generate_fixed_max_reaches_the_kernels(monkeypatch):
-    """--set fixed_max is decode_attention's argument, in generation and in --perplexity."""
-    decode, seen = A.decode_attention, []
-    spy = lambda *args, fixed_max, **kwargs: seen.append(fixed_max) or decode(*args, **kwargs)
-    monkeypatch.setattr(A, "decode_attention", spy)
-    for n, flags in enumerate(("x --max-new-tokens 2", f"--perplexity {REPO}/pytest.ini")):
-        generated(f"{flags} --attention flash --set fixed_max={n}")
-    assert set(seen) == {0.0, 1.0}
+    assert set(seen) == {3.0, 1.0}
 
 
 @pytest.mark.parametrize("window", [100, 64, 17])
@@ -31972,21 +31709,33 @@ def test_generate_chat_equals_a_fresh_cache(template, tmp_path):
     assert ask(chat, "class Stack:\n")[1] <= 20 and len(chat.messages) == 2 + (system is not None)
 
 
-def test_generate_interactive_turns_equal_single_runs():
+def test_generate_interactive_turns_equal_single_runs(monkeypatch):
     """Without a chat template, each sampled turn is the continuation of all text so far, with its
-    own seed; after /reset it is the first one's; a line that does not fit is an error message."""
+    own seed; after /reset it is the first one's; a line that does not fit is an error message.
+    Ctrl-C ends a reply and not the program."""
+    steps, take_step = count(1), G.Decoder.next
+
+    def interrupt(decoder):
+        if next(steps) == 2 * 11 + 5:  # in the third reply
+            raise KeyboardInterrupt
+        return take_step(decoder)
+
     flags = "--max-new-tokens 12 --ignore-eos --top-k 20"
-    lines = ["def f(", "import os", "/reset", "def f(", "x " * 150, "/quit", "never read"]
+    lines = ["def f(", "import os", "/reset", "a", "/reset", "def f(", "x " * 150, "/quit", "x"]
     argv = f"--interactive --set ctx_size=120 {flags} --seed 5 --dtype fp32".split()
-    done = run_generate(*argv, stdin="\n".join(lines))
+    with monkeypatch.context() as patch:
+        patch.setattr(G.Decoder, "next", interrupt)
+        done = run_generate(*argv, stdin="\n".join(lines))
     texts, prompt = [], ""
     for seed, line in ((5, "def f("), (6, "import os")):
         prompt += line
         texts.append(generated(f"{flags} --seed {seed} --json", prompt)["text"])
         prompt += texts[-1]
-    assert done.code == 0 and done.out == "\n".join([*texts, texts[0], ""])
+    assert done.code == 0 and done.out.startswith("\n".join([*texts, ""])), done.out
+    assert done.out.endswith(f"\n{texts[0]}\n"), done.out
     assert len(re.findall(r"\[\d+ tokens, .* 12 new in ", done.err)) == 3
-    assert "new conversation" in done.err and "holds 120; /reset" in done.err
+    assert done.err.count("interrupted]") == 1 and done.err.count("\nnew conversation") == 2
+    assert "holds 120; /reset" in done.err
 
 
 def test_generate_chat_edge_cases(tmp_path):
@@ -32068,28 +31817,6 @@ def test_generate_as_a_process():
     refused(run("train.py", "--data", "/nowhere", "--out", "/nowhere/out"), "--data", "/nowhere")
 
 
-@pytest.mark.slow
-def test_generate_interactive_as_a_process(tmp_path):
-    """Ctrl-C stops a reply and not the program: /reset and the next line are answered."""
-    flags = "--interactive --max-new-tokens 100000 --ignore-eos --set ctx_size=500 --dtype fp32 "
-    flags += f"--checkpoint {REPO}/checkpoints/moe"  # takes 3 s for that many
-    p = generate_process(*flags.split(), stdin=subprocess.PIPE, bufsize=0)
-
-    def say(line: str, n_notes: int) -> list[str]:
-        p.stdin.write(line + "\n")
-        p.stdin.flush()
-        return [p.stderr.readline() for _ in range(n_notes)]
-
-    notes = say("class A:", 2)
-    assert len(p.stdout.read(10)) == 10  # the reply has begun
-    p.send_signal(signal.SIGINT)
-    assert "interrupted]" in p.stderr.readline() and "500 tokens of context" in notes[1]
-    assert "new conversation" in say("/reset", 1)[0] and " 0 of them" in say("def f():", 1)[0]
-    say("/quit", 0)
-    out, err = p.communicate(timeout=60)
-    assert p.returncode == 0 and len(out) > 20, err
-
-
 README_SAMPLES = re.findall(
     r"^\$ python generate\.py (.*) \$'(.*)'\n((?:(?!\$ |```).*\n)+)",
     (REPO / "README.md").read_text().split("```console\n")[1],
@@ -32109,10 +31836,8 @@ def test_generate_golden_greedy_text(flags, prompt, text):
 def test_generate_shipped_checkpoints():
     """Sizes, one tokenizer, bf16 (expert biases fp32), 16 MB without and 24 MB with moe."""
     models = {d: HF.load_checkpoint(d) for d in (SMALL, DRAFT, MOE)}
-    sizes = [round(sum(p.numel() for p in m.parameters()) / 1e6, 1) for m in models.values()]
-    assert all(abs(size - want) < 0.2 for size, want in zip(sizes, (5.5, 1.3, 3.8), strict=True)), (
-        sizes
-    )
+    sizes = [sum(p.numel() for p in m.parameters()) for m in models.values()]
+    assert sizes == pytest.approx([5.5e6, 1.3e6, 3.8e6], abs=0.2e6)
     assert len({(d / "tokenizer.model").read_bytes() for d in models}) == 1
     disk = {d: sum(f.stat().st_size for f in d.rglob("*") if f.is_file()) for d in models}
     assert disk[SMALL] + disk[DRAFT] <= 16e6 and disk[MOE] <= 8e6
@@ -32145,7 +31870,7 @@ def test_generate_shipped_deepseek_checkpoint_uses_mla_moe_and_mtp():
 
 def test_generate_json_and_bench():
     """--json prints one object: text, ids, statistics; --max-new-tokens is lowered to fit the
-    context; --bench repeats and ignores EOS; --dummy needs no files; --n prints all texts."""
+    context; --bench repeats and ignores EOS; --dummy needs no files."""
     answer = generated("--json --max-new-tokens 9 --temperature 0", "import os")
     assert len(answer["tokens"]) == answer["new_tokens"] <= 9
     assert K.load_tokenizer(SMALL).decode(answer["tokens"]) == answer["text"]
@@ -32161,8 +31886,6 @@ def test_generate_json_and_bench():
     assert (one["new_tokens"], one["prompt_tokens"]) == (1, 511) and one["tokens"]
     few = generated("--dummy draft --prompt-tokens 16 --bench 2 --json --max-new-tokens 5")
     assert few["new_tokens"] == 5 == len(few["tokens"])
-    done = run_generate("x", "--n", "2", "--max-new-tokens", "5", "--stop", "\0")
-    assert re.fullmatch(r"(=+ \d of 2 =+\nx[^=]*\n){2}", done.out), done.out
 
 
 @pytest.mark.parametrize("flags, words", {
@@ -32264,88 +31987,68 @@ def test_generate_gpu_report_lists_commands_that_parse(monkeypatch, capsys):
         REPORT.main([])
 
 
-def fake_nvidia_smi(folder: Path, monkeypatch) -> None:
-    """Two samples of two GPUs, in MiB."""
-    path = folder / "nvidia-smi"
-    lines = "#!/bin/sh", "echo 7; echo 5; echo 8; echo 91", f": > '{folder}/sampled'"
-    path.write_text("\n".join([*lines, "exec sleep 60"]))
-    path.chmod(0o755)
-    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
-
-
-def test_generate_gpu_report_measures_alone(tmp_path, monkeypatch):
+def test_generate_gpu_report_runs_its_entries(tmp_path, monkeypatch, capsys):
     """Checks run beside each other: each waits here for the other. What is measured runs alone, and
-    its peak memory is sampled; it waits for that."""
-    code = """import pathlib, sys, time
+    its peak memory is sampled; it waits for that. A failing entry and one over its time limit,
+    which gets a SIGTERM, are reported as such, with their output; rows of a table become Markdown.
+    The exit code counts them."""
+    smi, log = tmp_path / "nvidia-smi", tmp_path / "log"
+    lines = "#!/bin/sh", "echo 7; echo 5; echo 8; echo 91", f": > '{tmp_path}/sampled'"
+    smi.write_text("\n".join([*lines, "exec sleep 60"]))  # two samples of two GPUs, in MiB
+    smi.chmod(0o755)
+    alone = """import pathlib, sys, time
 log, deadline = pathlib.Path(sys.argv[1]), time.time() + 60
 log.open("a").write("+")
 ready = lambda n: n == 2 or n == 3 and (log.parent / "sampled").exists()
 while not ready(log.read_text().count("+")) and time.time() < deadline: time.sleep(0.01)
 log.open("a").write("-")"""
-    log = tmp_path / "log"
-    command = f"-c {shlex.quote(code)} {log}"
-    entries = [REPORT.Entry(str(i), command, is_check=i < 2) for i in range(3)]
-    fake_nvidia_smi(tmp_path, monkeypatch)
-    monkeypatch.setattr(REPORT, "entries", lambda n: entries)
-    monkeypatch.setattr(REPORT, "machine", dict)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.chdir(tmp_path)
-    assert REPORT.report([]) == 0
-    assert log.read_text() == "++--+-"
-    assert [e.peak_memory_mib for e in entries] == [None, None, 91]
-
-
-def test_generate_gpu_report_keeps_what_worked(tmp_path, monkeypatch, capsys):
-    """A failing entry and one over its time limit, which gets a SIGTERM, are reported as such, with
-    their output; rows of a table become Markdown. The exit code counts them."""
-    code = lambda text: f"-c {shlex.quote(text)}"
     slow = "import signal as s, sys, time; s.signal(s.SIGTERM, lambda *_: sys.exit(print(7))); "
     rows = """print('{"case": "a", "GB/s": 12.345}'); print('{"case": "b", "ms": 2}')"""
-    entries = [
-        REPORT.Entry("table", code(rows), "all of it"),
-        REPORT.Entry("broken", code("print(1, flush=True); 1 / 0")),
-        REPORT.Entry("slow", code(f"{slow}time.sleep(60)"), timeout=3),
-    ]
+    code = lambda text: f"-c {shlex.quote(text)}"
+    entry = lambda i: REPORT.Entry(str(i), f"{code(alone)} {log}", is_check=i < 2)
+    entries = [*map(entry, range(3)), REPORT.Entry("table", code(rows), "all of it"),
+               REPORT.Entry("broken", code("print(1, flush=True); 1 / 0")),
+               REPORT.Entry("slow", code(f"{slow}time.sleep(60)"), timeout=1)]  # fmt: skip
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(REPORT, "entries", lambda n: entries)
-    fake_nvidia_smi(tmp_path, monkeypatch)
     monkeypatch.setattr(REPORT, "machine", lambda: {"device": "fake"})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.chdir(tmp_path)
-    assert REPORT.report([]) == 2
+    assert REPORT.report([]) == 2 and log.read_text() == "++--+-"
+    assert [e.peak_memory_mib for e in entries[:3]] == [None, None, 91]
     text = Path("BENCHMARKS-GPU.md").read_text()
-    table = "| case | GB/s | ms |\n| --- | --- | --- |\n| a | 12.35 |  |\n| b |  | 2 |\n"
-    assert table in text and "Target: all of it." in text and "device fake" in text
+    markdown = "| case | GB/s | ms |\n| --- | --- | --- |\n| a | 12.35 |  |\n| b |  | 2 |\n"
+    assert markdown in text and "Target: all of it." in text and "device fake" in text
     assert "FAILED (1)" in text and "ZeroDivisionError" in text
-    assert "over its limit of 3 s" in text and "```\n7\n```" in text
+    assert "over its limit of 1 s" in text and "```\n7\n```" in text
     saved = json.loads(Path("BENCHMARKS-GPU.json").read_text())
-    assert [e["exit_code"] for e in saved["entries"]] == [0, 1, None]
+    assert [e["exit_code"] for e in saved["entries"]] == [0, 0, 0, 0, 1, None]
     assert "BENCHMARKS-GPU.md" in capsys.readouterr().out
 
 
-def test_generate_sampling_flags_reach_the_sampler():
-    """Each sampling flag has its effect in the program's output; none is ignored."""
-    base, prompt = "--max-new-tokens 40 --json", GOLDEN_PROMPT
-    greedy = generated(f"{base} --temperature 0", prompt)
-    sample = lambda flags: generated(f"{base} {flags}", prompt)["tokens"]
-    first, text = greedy["tokens"][0], greedy["text"]
-    assert first not in sample(f"--temperature 0 --set logit_bias={first}:-inf")
-    forced = generated(f"{base} --set logit_bias=2:1000000,5:-3 --set min_new_tokens=7", prompt)
+def test_generate_sampling_flags_reach_the_sampler(monkeypatch):
+    """Each sampling flag is the field of its name of what the sampler gets; EOS, which may be
+    forbidden at first or ignored, and stop strings end the text."""
+    seen = []
+    spy = lambda params, *args: seen.append(params) or S.Sampler(params, *args)
+    monkeypatch.setattr(G, "Sampler", spy)
+    numbers = dict(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=3)
+    rare = dict(min_new_tokens=2, presence_penalty=0.5, frequency_penalty=0.25)
+    rare |= dict(repetition_penalty=1.5, logit_bias="5:-3")
+    flags = " ".join(f"--{name.replace('_', '-')} {x}" for name, x in numbers.items())
+    flags += "".join(f" --set {name}={x}" for name, x in rare.items())
+    generated(f"{flags} --max-new-tokens 4", GOLDEN_PROMPT)
+    want = P.SamplingParams(**numbers | rare | dict(logit_bias={5: -3.0}, max_new_tokens=4))
+    assert seen == [want]
+    base = "--max-new-tokens 20 --temperature 0 --json"
+    forced = generated(f"{base} --set logit_bias=2:1000000 --set min_new_tokens=7", GOLDEN_PROMPT)
     assert forced["finish_reason"] == "eos" and forced["tokens"].index(2) == 7
-    ignored = generated(f"{base} --set logit_bias=2:1000000 --ignore-eos", prompt)
-    assert ignored["tokens"] == [2] * 40 and ignored["finish_reason"] == "length"
+    ignored = generated(f"{base} --set logit_bias=2:1000000 --ignore-eos", GOLDEN_PROMPT)
+    assert ignored["tokens"] == [2] * 20 and ignored["finish_reason"] == "length"
+    text = generated(base, GOLDEN_PROMPT)["text"]
     stop = text.split()[3]
-    stopped = generated(f"{base} --temperature 0 --stop \0 --stop {stop}", prompt)
+    stopped = generated(f"{base} --stop \0 --stop {stop}", GOLDEN_PROMPT)
     assert stopped["text"] == text[: text.index(stop)] and stopped["finish_reason"] == "stop"
-    for flags in ("--top-k 1", "--top-p 1e-9", "--min-p 1"):
-        assert sample(flags) == greedy["tokens"], flags
-    for penalty in ("repetition_penalty=50", "presence_penalty=1000", "frequency_penalty=1000"):
-        tokens = sample(f"--temperature 0 --set {penalty}")
-        assert len(set(tokens)) == len(tokens) > len(set(greedy["tokens"])), penalty
-    hot = [sample(f"--temperature 5 --seed {seed}") for seed in (1, 2)]
-    assert hot[0] != hot[1] and len(set(hot[0])) > 30
-    three = generated(f"{base} --n 3 --seed 4", prompt)
-    alone = [sample(f"--seed {seed}") for seed in (4, 5, 6)]
-    assert [s["tokens"] for s in three["samples"]] == alone and three["tokens"] == alone[0]
 
 
 def test_generate_logprobs_and_perplexity_agree(tmp_path):
@@ -32441,11 +32144,8 @@ def test_generate_streaming_hides_behind_computation():
     """On a link that needs 8 ms per layer, layers that compute 10 ms run within a fifth of
     resident ones; layers that compute 1 ms at the link's speed."""
     x = torch.ones(1)
-    for seconds, low, high in ((0.010, 0.9, 1.2), (0.001, 3.0, 12.0)):
+    for seconds, low, high in ((0.010, 1.0, 1.2), (0.001, 3.0, 12.0)):
         layers = nn.Sequential(*(Slow(seconds) for _ in range(12)))
-        start = time.perf_counter()
-        layers(x)
-        resident = time.perf_counter() - start
         stream = STREAM.LayerStream("cpu", torch.device("cpu"), bandwidth=4032 / 0.008)
         for layer in layers:
             stream.add(layer)
@@ -32453,7 +32153,7 @@ def test_generate_streaming_hides_behind_computation():
         layers(x)
         start = time.perf_counter()
         layers(x)
-        assert low < (time.perf_counter() - start) / resident < high
+        assert low < (time.perf_counter() - start) / (12 * seconds) < high
         stream.close()
 
 
@@ -32606,7 +32306,7 @@ def test_generate_experts_not_local_are_not_read(kind, expert_folders, monkeypat
     assert stacks == (sorted([*LOCAL_EXPERTS.values()] * 6) if kind == "int4" else [])
 
 
-@pytest.mark.parametrize("kind", ["file", "shards", "fp8"])
+@pytest.mark.parametrize("kind", ["shards", "fp8"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_generate_tp_shards_equal_slices_of_the_full_tensors(
     kind, rank, expert_folders, monkeypatch
@@ -32637,8 +32337,8 @@ def test_generate_experts_are_quantized_while_loading(expert_folders):
 
 @pytest.mark.parametrize("change", ["missing", "shape", "unexpected"])
 def test_generate_experts_not_local_are_checked(change, expert_folders, tmp_path):
-    """A missing, misshapen or unexpected tensor of a non-local expert is an error, with the same
-    message in every process."""
+    """A missing, misshapen or unexpected tensor of a non-local expert or another stage's layer is
+    an error, with the same message in every process."""
     stored = load_file(expert_folders["file"] / "model.safetensors")
     name = "model.layers.1.mlp.experts.3.down_proj.weight"
     if change == "missing":
@@ -32648,8 +32348,9 @@ def test_generate_experts_not_local_are_checked(change, expert_folders, tmp_path
         stored[name] = torch.ones(2, 2)
     save_file(stored, tmp_path / "model.safetensors")
     shutil.copy(expert_folders["file"] / "config.json", tmp_path)
-    messages = set()
-    for prepare in (None, keep_local_experts_):
+    messages, layers = set(), [range(1), range(1, 3)]
+    first_stage = lambda model: ST.keep_stages_(model, [0], layers)
+    for prepare in (None, keep_local_experts_, first_stage):
         with pytest.raises(ValueError, match=name) as e:
             HF.load_checkpoint(tmp_path, prepare=prepare)
         messages.add(str(e.value))
@@ -32758,24 +32459,19 @@ slow 2 | --tp 2 --set shard_batch=true     | {sampled} --n 4 --checkpoint {deep}
 2 | --tp 2 --speculate ngram          | {served} --logprobs 0 |
 2 | --tp 2                            | {served} --regex [a-z]+=[0-9]{{3}}name |
 2 | --ep                              | {greedy} --checkpoint {moe} |
-slow 2 | --ep                              | {greedy} --dummy small-moe --prompt-tokens 5 |
 slow 2 | --ep {copies}=3 | {sampled} --checkpoint {moe} |
 2 | --ep {load}  | {perplexity} --checkpoint {moe} |
 2 | --ep {copies}=1 --set expert_spread=overlap | {greedy} --dummy small-pr-moe --prompt-tokens 5 |
-2 | --pp 2                            | {greedy} |
 2 | --pp 2                            | {sampled} --n 5 --set frequency_penalty=0.7 --stop ) |
 2 | --pp 2                            | {greedy} --dummy {latent} --prompt-tokens 1100 --n 3 |
-slow 2 | --pp 2                            | {greedy} --dummy small-pr-moe --prompt-tokens 5 |
 2 | --cp 2                            | {greedy} --checkpoint {windowed} --logprobs 2 |
 slow 2 | --cp 2                            | {sampled} --n 4 --checkpoint {deep} |
 slow 2 | --cp 2                       | {greedy} --dummy {latent} --prompt-tokens 1100 --n 3 |
 slow 2 | --cp 2                       | {greedy} --checkpoint {alibi} --quantize int8 |
 slow 2 | --cp 2                       | {greedy} --bench 2 --max-new-tokens 4 |
 slow 2 | --cp 2 --offload cpu         | {sampled} |
-slow 3 | --cp 3                       | {sampled} --checkpoint {moe} |
 slow 4 | --cp 4                       | {sampled} --n 8 --checkpoint {windowed} |
 slow 4 | --cp 4                       | {greedy} --checkpoint {deeper} |
-slow 2 | --tp 2 --compile             | {greedy} --checkpoint {qwen} |
 slow 2 | --tp 2 --compile             | {greedy} --checkpoint {moe} --n 2 |
 slow 2 | --tp 2                       | {perplexity} |
 slow 2 | --tp 2                       | --choices {questions} --json --kv-blocks 64 |
@@ -32791,29 +32487,24 @@ slow 2 | --pp 2                       | {sampled} --checkpoint {moe} |
 slow 2 | --pp 2 --attention flash     | {greedy} --checkpoint {tied} |
 slow 2 | --pp 2                       | {greedy} --max-new-tokens 1 |
 slow 2 | --pp 2                       | {greedy} --bench 2 --max-new-tokens 4 |
-slow 3 | --ep {load} | {sampled} --checkpoint {moe} |
 slow 3 | --ep {load} {copies}=5 | {sampled} --checkpoint {moe} |
 slow 3 | --ep {load} | {greedy} --checkpoint {moe8} |
 slow 3 | --ep {copies}=4 | {greedy} --checkpoint {moe} --quantize int4 --group-size 8 |
-slow 4 | --ep                         | {greedy} --checkpoint {moe} --quantize fp8 |
+slow 2 | --ep                         | {greedy} --checkpoint {moe} --quantize fp8 |
 slow 4 | --tp 4                       | {sampled} --checkpoint {mqa} |
-slow 4 | --tp 4                       | {greedy} --checkpoint {deep} |
+slow 2 | --tp 2                       | {greedy} --checkpoint {deep} |
 slow 4 | --tp 4                       | {greedy} --checkpoint {alibi} |
 slow 2 | --tp 2                       | {greedy} --checkpoint {primer} |
 slow 2 | --pp 2                       | {sampled} --checkpoint {primer} |
-slow 4 | --tp 4 --set experts=loop    | {greedy} --dummy {latent} --prompt-tokens 5 |
-slow 4 | --tp 4 --speculate mtp       | {greedy} --checkpoint {deep} |
-slow 4 | --tp 4 --speculate exit      | {greedy} --max-new-tokens 40 |
-slow 4 | --tp 4 --speculate head      | {greedy} --max-new-tokens 40 |
-slow 4 | --tp 4 --set shard_batch=true --attention flash | {sampled} --n 4 --checkpoint {mqa} |
-slow 4 | --tp 4 --set shard_batch=true | {sampled} --n 8 --checkpoint {deep} |
+slow 2 | --tp 2 --set experts=loop    | {greedy} --dummy {latent} --prompt-tokens 5 |
+slow 2 | --tp 2 --speculate mtp       | {greedy} --checkpoint {deep} |
+slow 2 | --tp 2 --speculate exit      | {greedy} --max-new-tokens 40 |
+slow 2 | --tp 2 --speculate head      | {greedy} --max-new-tokens 40 |
+slow 2 | --tp 2 --set shard_batch=true --attention flash | {sampled} --n 4 --checkpoint {mqa} |
 slow 4 | --tp 2 --ep {load} {copies}=3 | {sampled} --checkpoint {moe} |
-slow 4 | --tp 2 --ep                  | {greedy} --dummy {latent} --prompt-tokens 5 |
 slow 4 | --tp 2 --ep --set shard_batch=true | {greedy} --n 2 --dummy {latent} --prompt-tokens 5 |
 slow 4 | --pp 2 --tp 2                | {sampled} --checkpoint {wide} --set presence_penalty=1 |
-slow 4 | --pp 4                       | {sampled} --n 6 --checkpoint {deeper} |
-slow 4 | --pp 2 --tp 2                | {greedy} --checkpoint {deeper} |
-slow 4 | --pp 4                       | {greedy} --quantize int8 |
+slow 4 | --pp 4                       | {sampled} --n 6 --checkpoint {deeper} --quantize int8 |
 """
 GENERATE_RANKS_BAD = """
 2 | --tp 3                                      | --tp 3 does not divide the 2 processes
@@ -32829,18 +32520,12 @@ GENERATE_RANKS_BAD = """
 2 | --pp 3                                      | --pp 3 is 3 processes, not 2 --nproc-per-node 3
 2 | --pp 2 --tp 2                               | --pp 2 x --tp 2 is 4 processes, not 2
 2 | --cp 3                                      | --cp 3 is 3 processes, not 2 --nproc-per-node 3
-2 | --cp 1                                      | --cp 1 is 1 processes, not 2
 2 | --cp 2 --checkpoint {primer} --max-new-tokens 9 | --cp: qk_conv
 2 | --pp 2 --dummy {shallow} --prompt-tokens 5  | --pp 2: 2 stages 1 layers
-2 | --ep                                        | has no MoE layers
-2 | --ep --checkpoint {moe} --device cuda:1     | --device cuda
-2 | --ep --checkpoint {moe} --set expert_load=/none | --set expert_load /none
 2 | --ep --checkpoint {moe} {copies}=9           | --set num_redundant_experts 8 experts
-slow 3 | --ep --checkpoint {moe}                | --ep 8 experts 3 ranks
 slow 4 | --tp 4 --speculate draft               | --draft-model
 slow 4 | --tp 2 --checkpoint {alibi}            | give --tp 4
 slow 4 | --tp 4 --checkpoint {moe}              | --tp 4 does not divide n_heads 6
-slow 4 | --tp 2 --ep                            | has no MoE layers
 """
 
 
@@ -33057,26 +32742,6 @@ def test_generate_tp_and_ep_under_torchrun(tmp_path, capsys):
     done = run(*TORCHRUN, 2, *flags, "--tp", 3)
     lines = [line for line in done.stderr.splitlines() if line.startswith("generate.py: error")]
     assert done.returncode != 0 and len(lines) == 1 and "2 processes" in lines[0], done.stderr
-
-
-def test_generate_pp_stage_loads_only_its_layers(generate_files, tmp_path):
-    """load_checkpoint reads only a stage's layers, equal to the full model's; a missing tensor of
-    another stage is still an error."""
-    folder = shutil.copytree(generate_files["wide"], tmp_path / "wide")
-    whole, layers = HF.load_checkpoint(folder), [range(1), range(1, 3), range(3, 6)]
-    for stage, has in enumerate(layers):
-        part = HF.load_checkpoint(folder, prepare=lambda m: ST.keep_stages_(m, [stage], layers))
-        named = dict(part.named_parameters())
-        assert {int(n.split(".")[1]) for n in named if n.startswith("layers.")} == set(has)
-        assert (part.embed is None) == (stage != 0) and (part.head is None) == (stage != 2)
-        for name, p in named.items():
-            name = "embed.weight" if name == "head.weight" else name
-            assert torch.equal(p, whole.get_parameter(name)), name
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["model.layers.3.mlp.up_proj.weight"]
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match="missing tensors: model.layers.3.mlp.up_proj.weight"):
-        HF.load_checkpoint(folder, prepare=lambda m: ST.keep_stages_(m, [0], layers))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ Last-Event-ID and gets what it missed and no more: tokens that were sampled are 
 and the engine continues after them. With ?repeat_unacked=1 every event has the text that is not
 acknowledged by POST /v1/acks, for proxies that forward events in datagrams (unacked.py).
 
-Needs: starlette, uvicorn. Proofs: test_all.py, with the clients openai, curl and lm_eval.
+Needs: starlette, uvicorn. Proofs: test_all.py, with the clients openai and lm_eval.
 """
 
 from __future__ import annotations
