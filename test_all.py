@@ -31414,6 +31414,22 @@ x --kv-store-size 1G                        | --kv-store-size requires --kv-stor
 x --kv-store runs --kv-store-size 3x        | --kv-store-size must be bytes 500M
 x --json-schema README.md                   | --json-schema README.md not a JSON file
 x --json-schema checkpoints/small/config.json | --json-schema is not supported
+x --perplexity=                             | --perplexity an empty path
+x --set plot=                               | --set plot an empty path
+x --set logit_bias=-1:1                     | --set logit_bias -1
+x --set logit_bias=5:nan                    | --set logit_bias nan
+x --set logit_bias=5:1,5:2                  | --set logit_bias once
+--choices --num-fewshot 9999                | --num-fewshot 9999 standard library other questions
+x --device mps                              | --device mps
+--ep --dummy small --prompt-tokens 4        | --ep has no MoE layers
+--pp 2                                      | --pp 2 processes, not 1 --nproc-per-node 2
+x --early-exit half                         | --early-exit A:B share 'half'
+x --early-exit 0.9 --set exit_ramps=00      | --set exit_ramps 1 00
+x --kv-budget 7                             | --kv-budget 7 of 202 tokens 8
+x --json-schema /nowhere                    | --json-schema /nowhere
+x --kv-store runs --set kv_store_host=0     | --set kv_store_host must be bytes 500M
+--program=                                  | --program no such file
+--serve=                                    | --serve [HOST:]PORT
 """
 
 
@@ -32526,6 +32542,12 @@ GENERATE_RANKS_BAD = """
 slow 4 | --tp 4 --speculate draft               | --draft-model
 slow 4 | --tp 2 --checkpoint {alibi}            | give --tp 4
 slow 4 | --tp 4 --checkpoint {moe}              | --tp 4 does not divide n_heads 6
+2 | --cp 1                                      | --cp 1 is 1 processes, not 2
+2 | --ep                                        | has no MoE layers
+2 | --ep --checkpoint {moe} --device cuda:1     | --device cuda
+2 | --ep --checkpoint {moe} --set expert_load=/none | --set expert_load /none
+slow 3 | --ep --checkpoint {moe}                | --ep 8 experts 3 ranks
+slow 4 | --tp 2 --ep                            | has no MoE layers
 """
 
 
