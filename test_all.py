@@ -36852,7 +36852,7 @@ ep by nodes  | 4 | moe   | --dtype fp32 --ep 4 --set ep_node_size=2
 ep int8      | 4 | moe   | --dtype fp32 --ep 4 --set ep_node_size=2 --set ep_quantized=int8
 tp x ep      | 4 | moe   | --dtype fp32 --tp 2 --ep 2 --recompute full
 slow zero 1     | 2 | dense  | --dtype bf16 --zero 1 --batch-size 8
-slow lora zero  | 2 | dense  | --dtype bf16 --lora 4 --init INIT --zero 3
+slow lora zero  | 2 | dense  | --dtype bf16 --lora 4 --zero 3
 slow backward 3 | 2 | dense  | --dtype fp32 {IN_BACKWARD} --zero 3 --recompute full
 slow async tp   | 4 | tied   | --dtype bf16 --tp 2 --async-tp --zero 3 --batch-size 8
 slow kv copies  | 4 | dense  | --dtype fp32 --tp 4
@@ -36869,8 +36869,8 @@ DRY_RUNS = {name: (int(ranks), *rest) for name, ranks, *rest in DRY_RUNS}
 def dry_args(folder, model, flags, *more):
     """Sequences of 24 tokens, microbatches of 2: a multiple of the 6 pairs of 4 experts."""
     sizes = "" if "--seq-len" in flags else " --seq-len 24"
-    flags = flags.replace("INIT", f"{folder}/init")
-    args = T.parse_args([*f"--model {folder}/{model}.json {flags}{sizes}".split(), *more])
+    start = f"--init {folder}/init" if "--lora" in flags else f"--model {folder}/{model}.json"
+    args = T.parse_args([*f"{start} {flags}{sizes}".split(), *more])
     config = BUILD.model_config(args)
     T.check_experts(args, config)
     return args, config
