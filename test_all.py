@@ -171,6 +171,7 @@ from training import recovery as RE, shards as SHARDS, state as SD, step as STEP
 from training import token_windows as TW, trials as TRIALS, tuning as TU, watchdog as WD
 
 import torch._dynamo  # torch would import it lazily: here once, before any fork
+import torch.distributed.checkpoint._fsspec_filesystem  # noqa: F401, likewise
 import torch.distributed.tensor.debug  # noqa: F401, which imports Triton
 
 REPO = Path(__file__).resolve().parent
@@ -478,14 +479,12 @@ def optimizer_step(model, optimizer, lr, layout=STEP.SINGLE_PROCESS, max_norm=1.
 
 
 def save_run(out, model, optimizer, step, args, layout=STEP.SINGLE_PROCESS) -> None:
-    """Save the folder of a run after `step` steps."""
+    """Save a checkpoint of a run after `step` steps."""
     state = SD.TrainState(model, optimizer, layout)
     state.updates, saver = step, T.Checkpoints(out / SD.CHECKPOINTS, sync=True)
     run = {key: x for key, x in args.settings().items() if key != "init"}
     about = {"updates": step, "run": run, "config": model.config.to_hf()}
     saver.save(step, state.sharded_state_dict(), about)
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        SD.export(out, out)
 
 
 def load_run(out, model, optimizer, layout=STEP.SINGLE_PROCESS) -> None:
@@ -620,9 +619,9 @@ def _rank_process(rank, world, port, folder, cases, hang, setup, fresh_groups):
     os._exit(0)
 
 
-def on_ranks(name: str, cases, *args, params: Iterable = (), **kwargs):
-    """A module fixture: run_on_ranks of cases, or of cases(folder). params: those of its test, of
-    which the slow ones are run only if they are selected."""
+def on_ranks(name: str, cases, *args, **kwargs):
+    """A module fixture: run_on_ranks of cases, or of cases(folder). If all its tests that are
+    selected have a `name`, only the cases of these names are run."""
     RANK_FIXTURES.append(name)
 
     @pytest.fixture(scope="module", name=name)
@@ -630,9 +629,10 @@ def on_ranks(name: str, cases, *args, params: Iterable = (), **kwargs):
         folder = tmp_path_factory.mktemp(name)
         made = cases(folder) if callable(cases) else cases
         users = [item for item in request.session.items if name in item.fixturenames]
-        calls = [item.callspec.params for item in users if hasattr(item, "callspec")]
-        left_out = {p.values[0] for p in params if p.marks} - {call.get("name") for call in calls}
-        made = {key: case for key, case in made.items() if key not in left_out}
+        calls = [item.callspec.params if hasattr(item, "callspec") else {} for item in users]
+        asked = {call.get("name") for call in calls}
+        if asked <= made.keys():
+            made = {key: made[key] for key in made if key in asked}
         return run_on_ranks(folder, made, *args, **kwargs)
 
     return results
@@ -23930,6 +23930,57 @@ for words, call in {
 # context_parallel.py, on four ranks, against attention in one process
 # --------------------------------------------------------------------------------------------------
 
+ALL_RANKS, PAIRS_OF_RANKS, ACROSS_PAIRS = ((0, 1, 2, 3),), ((0, 1), (2, 3)), ((0, 2), (1, 3))
+EACH_RANK = ((0,), (1,), (2,), (3,))
+GROUPS_OF = {4: ALL_RANKS, 3: ((0, 1, 2),), 2: PAIRS_OF_RANKS, 1: EACH_RANK}
+
+
+def four_ranks(env):
+    """Setup of run_on_ranks: transfers are recorded, and groups are made once."""
+    env.wire, env.groups = Wire(), {ALL_RANKS[0]: None}
+
+
+def group_of(env, members):
+    """(the group that this rank is in, its rank there, the group's size), all None in none"""
+    for ranks in members:
+        if ranks not in env.groups:
+            env.groups[ranks] = dist.new_group([*ranks])
+    for ranks in members:
+        if env.rank in ranks:
+            return env.groups[ranks], ranks.index(env.rank), len(ranks)
+    return None, None, None
+
+
+def case_of(works: dict[str, Callable]):
+    """A decorator: the function section_what_holds(env) is the case "what_holds"."""
+    return lambda work: works.setdefault(work.__name__.partition("_")[2], work)
+
+
+def sent_bytes(events) -> int:
+    """Bytes that a rank sends to the others."""
+    sent = 0
+    for e in events:
+        n = len(e.get("ranks", ()))
+        if e["kind"] == "exchange":
+            sent += e["nbytes"]
+        elif n:
+            sent += e["nbytes"] * (n - 1) // (1 if e["kind"] == "all_gather" else n)
+    return sent
+
+
+def randn64(seed, *shape) -> torch.Tensor:
+    return torch.randn(shape, generator=seeded(seed), dtype=torch.float64)
+
+
+def error_of(got, want, whole=None):
+    """The largest error, relative to the largest wanted value, or that of the whole tensor."""
+    assert got.shape == want.shape, (got.shape, want.shape)
+    if not want.numel():
+        return 0.0
+    size = (want if whole is None else whole).double().abs()
+    return ((got.double() - want).abs().max() / size.max().clamp(min=1e-30)).item()
+
+
 CP_TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2e-2}
 CP_KEYS = ("o", "lse", "dq", "dk", "dv")
 
@@ -23962,15 +24013,12 @@ def cp_draw(seed):
 
 CP_CASES = {f"drawn {seed}": cp_draw(seed) for seed in range(16)}
 for form in ("ring", "gather"):
-    for at in CP_PLACEMENTS:
-        CP_CASES[f"{form} {at}"] = cp_case(form, placement=at)
-        CP_CASES[f"{form} {at} fp32"] = cp_case(form, placement=at, dtype=torch.float32, B=2)
+    for at, dtype in zip(CP_PLACEMENTS, (torch.float64, torch.float32, torch.float64)):
+        CP_CASES[f"{form} {at}"] = cp_case(form, placement=at, dtype=dtype, B=2)
     CP_CASES[f"{form} bf16"] = cp_case(form, dtype=torch.bfloat16)
     CP_CASES[f"{form} one token"] = cp_case(form, T=4, placement="contiguous")
-    CP_CASES[f"{form} two tokens"] = cp_case(form, T=8)
-    for window in (1, 12, 13, 14, 100):  # 12 tokens or 6 + 6
-        to = dict(window=window, placement="contiguous")
-        CP_CASES[f"{form} window {window}"] = cp_case(form, **to)
+for window in (1, 12, 13, 14, 100):  # 12 tokens or 6 + 6
+    CP_CASES[f"ring window {window}"] = cp_case(window=window, placement="contiguous")
 for form in ("ulysses", "2d", "2d-gather"):
     CP_CASES[f"{form} fp32"] = cp_case(form, dtype=torch.float32, window=7)
 CP_CASES["ulysses"] = cp_case("ulysses", Hq=8, Hkv=4)
@@ -23979,8 +24027,6 @@ for n, at in enumerate(CP_PLACEMENTS):
     CP_CASES[f"scores {at}"] = cp_case("scores", **to)
     CP_CASES[f"scores {at} window"] = cp_case("scores", **to | dict(window=5, Dv=3))
 CP_CASES["scores no mask"] = cp_case("scores", causal=False, dtype=torch.float32)
-CP_CASES["scores bf16"] = cp_case("scores", dtype=torch.bfloat16)
-CP_FUZZ = {f"drawn {seed}": cp_draw(seed) for seed in range(16, 76)}
 
 
 def cp_inputs(s, T):
@@ -24018,14 +24064,6 @@ def cp_reference(s):
     return dict(zip(CP_KEYS, (o, lse, *grads), strict=True))
 
 
-def cp_setup(env):
-    env.wire = Wire()
-    pairs = [dist.new_group(p) for p in ([0, 1], [2, 3], [0, 2], [1, 3])]
-    single = [dist.new_group([r]) for r in range(4)][env.rank]
-    env.groups = {4: None, 2: pairs[env.rank // 2], 1: single}
-    env.groups |= dict(inner=env.groups[2], outer=pairs[2 + env.rank % 2])
-
-
 def cp_attention(kind, wire):
     function = CP.attention_with_lse
     if kind == "flash":
@@ -24040,7 +24078,7 @@ def cp_attention(kind, wire):
 
 def cp_function(env, s):
     """(attention of a case as a function of this rank's q, k, v, the rank's positions)"""
-    rank, form, ranks, groups = env.rank, s["form"], s["ranks"], env.groups
+    rank, form, ranks = env.rank, s["form"], s["ranks"]
     kwargs = dict(causal=s["causal"], window=s["window"], scale=s["scale"], return_lse=s["lse"])
     attention = cp_attention(s["attention"], env.wire)
     cu = torch.tensor(s["cu"], dtype=torch.int32) if s["mode"] == "tensor" else s["cu"]
@@ -24048,11 +24086,12 @@ def cp_function(env, s):
         positions = CP.cp_positions(s["T"], 2, rank // 2, s["placement"]).chunk(2)[rank % 2]
         ring = CP.all_gather_attention if "gather" in form else CP.ring_attention
         more = dict(placement=s["placement"], cu_seqlens=cu, return_lse=True)
-        ring = partial(ring, group=groups["outer"], attention=attention, **more)
-        run = partial(CP.ulysses_attention, group=groups["inner"], attention=ring, **kwargs)
+        ring = partial(ring, group=group_of(env, ACROSS_PAIRS)[0], attention=attention, **more)
+        group = group_of(env, PAIRS_OF_RANKS)[0]
+        run = partial(CP.ulysses_attention, group=group, attention=ring, **kwargs)
         return run, positions
     positions = CP.cp_positions(s["T"], ranks, rank % ranks, s["placement"])
-    kwargs |= dict(group=groups[ranks])
+    kwargs |= dict(group=group_of(env, GROUPS_OF[ranks])[0])
     if form == "scores":
         placement = partial(CP.cp_positions, placement=s["placement"])
         return partial(RSA.ring_self_attention, placement=placement, **kwargs), positions
@@ -24082,11 +24121,6 @@ def cp_run(env, s):
     return got, positions, forward, env.wire.events
 
 
-def cp_error(got, rows, whole):
-    """The largest difference to this rank's rows, relative to the largest value of all."""
-    return (got.double() - rows).abs().max().item() / whole.abs().max().clamp(min=1e-30).item()
-
-
 def cp_check_equal(s, got, positions, keys=CP_KEYS):
     """Outputs and gradients equal this rank's rows of one process's, in the right dtype."""
     want, high = cp_reference(s), torch.promote_types(s["dtype"], torch.float32)
@@ -24094,9 +24128,9 @@ def cp_check_equal(s, got, positions, keys=CP_KEYS):
         if key == "lse" and not s.get("lse", True):
             continue
         rows = want[key].index_select(2 if key == "lse" else 1, positions)
-        assert got[key].shape == rows.shape and torch.isfinite(got[key]).all(), key
+        assert got[key].isfinite().all(), key
         assert got[key].dtype == (high if key == "lse" else s["dtype"]), key
-        assert cp_error(got[key], rows, want[key]) <= CP_TOLERANCE[s["dtype"]], key
+        assert error_of(got[key], rows, want[key]) <= CP_TOLERANCE[s["dtype"]], key
     every = [None] * 4
     dist.all_gather_object(every, positions)
     whole = torch.cat(every[: s.get("ranks", 4)]).sort().values
@@ -24108,10 +24142,11 @@ def cp_bytes(events, *kinds):
 
 
 def cp_check_transfers(s, forward, backward):
-    """Number and bytes of the transfers of ring and all-gather, without documents, by formula."""
+    """Number and bytes of the transfers, without documents, by formula."""
     ranks, t = s["ranks"], s["T"] // s["ranks"]
     wide = torch.promote_types(s["dtype"], torch.float32).itemsize // s["dtype"].itemsize
-    k, v = (s["B"] * t * s["Hkv"] * d * s["dtype"].itemsize for d in (s["D"], s["Dv"]))
+    size = lambda heads, d: s["B"] * t * heads * d * s["dtype"].itemsize
+    k, v = (size(s["Hkv"], s[d]) for d in ("D", "Dv"))
     if s["form"] == "ring":
         hops = ranks - 1 if s["window"] is None else min(ranks - 1, -(-(s["window"] - 1) // t))
         assert cp_bytes(forward, "exchange") == [k + v] * hops
@@ -24129,6 +24164,11 @@ def cp_check_transfers(s, forward, backward):
         scattered = sorted(cp_bytes(backward, "reduce_scatter"))
         assert scattered == sorted((ranks * wide * k, ranks * wide * v))
         assert not cp_bytes(forward + backward, "exchange", "all_to_all")
+    elif s["form"] == "ulysses" and s["Hkv"] % ranks == 0:  # q, k, v, o and lse cross once
+        lse = [size(s["Hq"], 1)] * s["lse"]
+        crossing = [size(s["Hq"], s["D"]), k, v, size(s["Hq"], s["Dv"]), *lse]
+        assert cp_bytes(forward, "all_to_all") == crossing
+        assert sorted(cp_bytes(backward, "all_to_all")) == sorted(crossing)
 
 
 def cp_equals_one_process(env, s):
@@ -24140,11 +24180,7 @@ def cp_equals_one_process(env, s):
 
 
 CP_OTHERS: dict[str, Callable] = {}
-
-
-def cp_other(work):
-    CP_OTHERS[work.__name__.removeprefix("cp_")] = work
-    return work
+cp_other = case_of(CP_OTHERS)
 
 
 @cp_other
@@ -24160,43 +24196,30 @@ def cp_transfers_start_before_computing(env):
     assert "".join(text).replace("e", "s").replace("aa", "a") == "sa0sas1sa2s3a4s5"
 
 
-@cp_other
-def cp_ulysses_bytes(env):
-    """q, k, v, o and lse each cross once in each direction."""
-    _, _, forward, backward = cp_run(env, CP_CASES["ulysses"])
-    row = 48 // 4 * 8
-    bytes_ = [row * 8 * 6, row * 4 * 6, row * 4 * 6, row * 8 * 6, row * 8]
-    assert cp_bytes(forward, "all_to_all") == bytes_
-    assert sorted(cp_bytes(backward, "all_to_all")) == sorted(bytes_)
+def cp_saved(run, leaves):
+    """(bytes that autograd saves for the backward pass, what run returns)"""
+    saved = {}
 
+    def keep(x):
+        saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
 
-@cp_other
-def cp_lost_transfer_is_noticed(env):
-    """Losing any of the 3 + 6 transfers of a forward and backward pass changes the result."""
-    s, right = cp_case(T=32), None
-    q, k, v, go, gl = cp_inputs(s, 32)
-    positions = CP.cp_positions(32, 4, env.rank)
-    for number in (None, *range(9)):
-        leaves = [x[:, positions].clone().requires_grad_() for x in (q, k, v)]
-        env.wire.reset(number)
-        o, lse = CP.ring_attention(*leaves, return_lse=True)
-        grads = torch.autograd.grad((o, lse), leaves, (go[:, positions], gl[:, :, positions]))
-        got = o.detach(), lse.detach(), *grads
-        right = right or got
-        env.wire.reset()
-        worst = torch.tensor(max(cp_error(a, b, b) for a, b in zip(got, right, strict=True)))
-        dist.all_reduce(worst, dist.ReduceOp.MAX)
-        assert (worst == 0) if number is None else (worst > 1e-3), number
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        out = run(*leaves)
+    return sum(saved.values()), out
 
 
 @cp_other
 def cp_autograd_saves_only_local_rows(env):
-    """The bytes of local q, k, v, o and lse, O(T / ranks), with no received tensor alive."""
+    """The bytes of local q, k, v, o and lse, O(T / ranks), with no received tensor alive; Ring
+    Self-Attention saves T^2 / ranks probabilities per head too."""
+    s = cp_case(T=64, dtype=torch.float32, Dv=10)
+    positions = CP.cp_positions(64, 4, env.rank)
+    leaves = [x[:, positions].clone().requires_grad_() for x in cp_inputs(s, 64)[:3]]
+    own, inputs = {x.untyped_storage().data_ptr() for x in leaves}, sum(x.nbytes for x in leaves)
+    o, lse = 64 // 4 * 4 * 10 * 4, 64 // 4 * 4 * 4  # tokens, heads, dims, bytes
     for form in (CP.ring_attention, CP.all_gather_attention):
-        saved, received, s = {}, [], cp_case(T=64, dtype=torch.float32, Dv=10)
-        positions = CP.cp_positions(64, 4, env.rank)
-        leaves = [x[:, positions].clone().requires_grad_() for x in cp_inputs(s, 64)[:3]]
-        own = {x.untyped_storage().data_ptr() for x in leaves}
+        received = []
 
         def attention(q, k, v, **kwargs):
             for x in (k, v):
@@ -24204,16 +24227,12 @@ def cp_autograd_saves_only_local_rows(env):
                     received.append(weakref.ref(x if x._base is None else x._base))
             return CP.attention_with_lse(q, k, v, **kwargs)
 
-        def keep(x):
-            saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-            return x
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            y = form(*leaves, attention=attention)
-        outputs = 64 // 4 * 4 * (10 + 1) * 4  # o and lse: tokens, heads, dims, bytes
-        assert sum(saved.values()) == sum(x.nbytes for x in leaves) + outputs, form
+        saved, _out = cp_saved(partial(form, attention=attention), leaves)
+        assert saved == inputs + o + lse, form
         assert len(received) > 1 and not any(x() is not None for x in received), form
-        del y
+    scores = RSA.score_bytes(64, 4, heads=4)
+    assert scores == 4 * 64 * 64 // 4 * 4
+    assert cp_saved(RSA.ring_self_attention, leaves)[0] == inputs + o + scores
 
 
 @cp_other
@@ -24230,24 +24249,6 @@ def cp_ring_self_attention_has_scores_in_fp32(env):
             ring = CP.ring_attention(*part, placement="contiguous")
         assert whole.dtype == ring.dtype == torch.bfloat16
         assert (whole - want).abs().max() < 1.5 * (ring - want).abs().max()
-
-
-@cp_other
-def cp_ring_self_attention_saves_rows_of_scores(env):
-    """T^2 / ranks probabilities per head, beside q, k, v and o; ring attention saves none."""
-    q, k, v, *_ = cp_inputs(cp_case(T=64), 64)
-    leaves = [x.chunk(4, 1)[env.rank].clone().requires_grad_() for x in (q, k, v)]
-    saved = {}
-
-    def keep(x):
-        saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        o = RSA.ring_self_attention(*leaves)
-    scores = RSA.score_bytes(64, 4, heads=4, itemsize=8)
-    assert scores == 4 * 64 * 64 // 4 * 8
-    assert sum(saved.values()) == sum(x.nbytes for x in (*leaves, o)) + scores
 
 
 @cp_other
@@ -24291,7 +24292,7 @@ def cp_autocast(env):
     want = cp_reference({**s, "lse": False})
     for key, got in zip(("o", "dq", "dk", "dv"), (o, *grads), strict=True):
         assert key == "o" or got.dtype == torch.float32
-        assert cp_error(got.detach(), want[key][:, positions], want[key]) < 5e-2, key
+        assert error_of(got.detach(), want[key][:, positions], want[key]) < 5e-2, key
 
 
 def cp_works(cases, run):
@@ -24299,9 +24300,7 @@ def cp_works(cases, run):
 
 
 CP_WORKS = cp_works(CP_CASES, cp_equals_one_process) | CP_OTHERS
-cp_done = on_ranks("cp_done", CP_WORKS, hang=10, setup=cp_setup)
-CP_SLOW = cp_works(CP_FUZZ, cp_equals_one_process)
-cp_done_slow = on_ranks("cp_done_slow", CP_SLOW, limit=500, hang=10, setup=cp_setup)
+cp_done = on_ranks("cp_done", CP_WORKS, hang=10, setup=four_ranks)
 
 
 @pytest.mark.parametrize("name", CP_WORKS)
@@ -24309,13 +24308,6 @@ def test_cp_equals_one_process(cp_done, name):
     """o, lse and all gradients of ring, all-gather, Ulysses, 2D and Ring Self-Attention == those of
     one process; their transfers are counted, timed and lost."""
     cp_done[name]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CP_SLOW)
-def test_cp_equals_one_process_fuzz(cp_done_slow, name):
-    """The same for random shapes, masks, document boundaries and placements."""
-    cp_done_slow[name]
 
 
 REFUSED |= {
@@ -24341,21 +24333,9 @@ def cp_pair_counts(calls, n, m):
     return seen
 
 
-def test_cp_sliding_window_needs_at_most_two_calls_per_block():
-    """At most two calls cover any band low <= t - s < high of a block, each pair exactly once."""
-    for n, m in product(range(1, 6), repeat=2):
-        apart = torch.arange(n)[:, None] - torch.arange(m)
-        for low, high in product(range(-7, 8), repeat=2):
-            calls = CP._band_calls(n, m, low, high)
-            want = ((low <= apart) & (apart < high)).int()
-            got = cp_pair_counts(calls, n, m)
-            assert len(calls) <= 2 and torch.equal(got, want), (n, m, low, high)
-            if want.all():
-                assert calls == [(0, n, 0, m, False, None)]
-
-
 def test_cp_plans_compute_every_pair_once():
-    """Ring and all-gather plans cover the mask exactly; pairs_per_rank equals its sums."""
+    """Ring and all-gather plans cover the mask exactly, without one where all is seen;
+    pairs_per_rank equals its sums."""
     rng = random.Random(0)
     for _ in range(120):
         ranks, placement = rng.choice([1, 2, 3, 4]), rng.choice(CP_PLACEMENTS)
@@ -24375,7 +24355,10 @@ def test_cp_plans_compute_every_pair_once():
             lengths.add(len(plan))
             got = torch.zeros(t, T, dtype=torch.int)
             for step, calls in enumerate(plan):
-                got[:, at[(r - step) % ranks]] += cp_pair_counts(calls, t, t)
+                keys = at[(r - step) % ranks]
+                got[:, keys] += cp_pair_counts(calls, t, t)
+                full = masks[r][:, keys].all()  # needs no mask
+                assert not full or all(call[4:] == (False, None) for call in calls)
             assert torch.equal(got, masks[r]), args
             calls, order = CP._gather_plan(*args)
             got = cp_pair_counts(calls, t, T)
@@ -24421,7 +24404,6 @@ def test_cp_attention_with_lse_equals_attention_reference():
 # ---- expert_parallel.py: a case, in one process and on four ranks ----
 
 EP_HANG = 12  # timeout of collectives in seconds
-EP_ALL, EP_PAIRS, EP_ACROSS = ((0, 1, 2, 3),), ((0, 1), (2, 3)), ((0, 2), (1, 3))
 EP_TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2}
 
 
@@ -24438,7 +24420,7 @@ class EpCase:
     ffn: int = 12
     dtype: torch.dtype = torch.float64
     seed: int = 0
-    members: tuple = EP_ALL  # the expert-parallel groups
+    members: tuple = ALL_RANKS  # the expert-parallel groups
     chunks: tuple = (1, 1)  # of the dispatch, and of the one between nodes
     redundant: int | None = None  # replicas, placed by load
     quantize: str | None = None  # rows in transfers
@@ -24453,8 +24435,7 @@ class EpCase:
 
 
 def ep_normal(case: EpCase, seed: int, *shape: int) -> torch.Tensor:
-    made = torch.randn(shape, generator=seeded(1000 * case.seed + seed), dtype=torch.float64)
-    return made.to(case.dtype)
+    return randn64(1000 * case.seed + seed, *shape).to(case.dtype)
 
 
 def ep_inputs(case: EpCase, d: int):
@@ -24540,16 +24521,6 @@ def ep_reference(case: EpCase) -> SimpleNamespace:
     )
 
 
-def ep_group(env, members):
-    """This rank's process group of the lists of members, all of which every rank must create, and
-    its rank in it; the group of all ranks is the default one."""
-    if members == EP_ALL:
-        return None, env.rank
-    groups = [dist.new_group([*ranks]) for ranks in members]
-    mine = [i for i, ranks in enumerate(members) if env.rank in ranks]
-    return (groups[mine[0]], members[mine[0]].index(env.rank)) if mine else (None, None)
-
-
 def ep_inner(env, case: EpCase):
     def noted(*args):
         env.wire.note("experts")
@@ -24574,7 +24545,7 @@ def ep_placement(case: EpCase) -> Y.Placement:
 def ep_experts(env, case: EpCase):
     """The nested functions of a form, the placement, the group, this rank's index in it, the index
     of its tokens, and its shard of F: index and size. None for a rank outside."""
-    group, me = ep_group(env, case.members)
+    group, me, _ = group_of(env, case.members)
     if me is None:
         return None
     placement, inner, shard = ep_placement(case), ep_inner(env, case), (0, 1)
@@ -24584,10 +24555,10 @@ def ep_experts(env, case: EpCase):
     if case.form == "flat":
         f = dispatch(inner, n, group)
     if case.form == "node":
-        (intra, _), (inter, _) = ep_group(env, EP_PAIRS), ep_group(env, EP_ACROSS)
+        intra, inter = (group_of(env, way)[0] for way in (PAIRS_OF_RANKS, ACROSS_PAIRS))
         f = outer(dispatch(inner, n, intra), 2 * n, inter, chunks=case.chunks[1])
     if case.form == "tensor":  # ranks 0 and 1 have the same tokens and halves of the same experts
-        tp, half = ep_group(env, EP_PAIRS)
+        tp, half, _ = group_of(env, PAIRS_OF_RANKS)
         f, shard = dispatch(Y.all_reduce_combine(inner, tp), n, group), (half, 2)
     if case.form == "replicated":  # all ranks have the same tokens
         f, tokens = Y.all_reduce_combine(Y.select_local_slots(inner, me * n, n), group), 0
@@ -24598,7 +24569,6 @@ def ep_experts(env, case: EpCase):
 def ep_solve(env, case: EpCase) -> dict | None:
     """A case on this rank: output, gradients, and what it has of the tokens and the experts."""
     made = ep_experts(env, case)
-    dist.barrier()  # a rank that is done at once must not leave while others still connect
     if made is None:
         return None
     f, placement, group, me, d, (index, size) = made
@@ -24664,16 +24634,16 @@ EP_UNEVEN = EpCase(counts=(0, 23, 1, 6), seed=1)
 EP_HOT = EpCase(choice="zipf", counts=(31, 8, 19, 0), top_k=2, seed=2, redundant=4)
 EP_ODD = EpCase(experts=7, counts=(6, 0, 9, 5), top_k=2, seed=3, redundant=2)
 EP_SAME = EpCase("replicated", counts=(9,))
-EP_HALVES = EpCase("tensor", members=EP_ACROSS, counts=(5, 9))
+EP_HALVES = EpCase("tensor", members=ACROSS_PAIRS, counts=(5, 9))
 EP_INT8 = EpCase(top_k=1, counts=(16, 9, 0, 13), quantize="int8")  # K = 1: rounded once each way
 EP_FP32, EP_STACKS = torch.float32, "up down"
 EP_EQUAL = {
     "fp64": EpCase(),
     "bf16": EpCase(dtype=torch.bfloat16, counts=(25, 9, 17, 4)),
     "one rank": EpCase(members=((0,), (1,), (2,), (3,)), counts=(5,), chunks=(2,)),
-    "pairs": EpCase(members=EP_ACROSS, counts=(6, 11)),
+    "pairs": EpCase(members=ACROSS_PAIRS, counts=(6, 11)),
     "three": EpCase(members=((0, 2, 3),), counts=(6, 11, 2), experts=9),
-    "an empty rank of two": EpCase(members=EP_ACROSS, counts=(0, 9), chunks=(2,)),
+    "an empty rank of two": EpCase(members=ACROSS_PAIRS, counts=(0, 9), chunks=(2,)),
     "no tokens": EpCase(counts=(0, 0, 0, 0)),
     "idle loop": EpCase(choice="idle", inner="loop"),
     "K = E": EpCase(top_k=8),
@@ -24695,7 +24665,7 @@ EP_EQUAL = {
     "node replicas": replace(EP_ODD, form="node", redundant=3),
     "tp": EP_HALVES,
     "replicated": EP_SAME,
-    "replicated pairs": replace(EP_SAME, members=EP_ACROSS, counts=(1,)),
+    "replicated pairs": replace(EP_SAME, members=ACROSS_PAIRS, counts=(1,)),
     "replicated loop": replace(EP_SAME, choice="one", inner="loop"),
     "replicated replicas": replace(EP_SAME, choice="zipf", top_k=2, redundant=3),
     "replicated inference": replace(EP_SAME, need="", mode="inference"),
@@ -24703,39 +24673,18 @@ EP_EQUAL = {
     "replicas, chunks": replace(EP_HOT, chunks=(2,), offset=True),
     "replicas, uneven": replace(EP_ODD, offset=True),
     "replicas everywhere": replace(EP_HOT, experts=3, redundant=9),
-    "replicas of 2": replace(EP_HOT, members=EP_ACROSS, counts=(9, 4), redundant=1),
+    "replicas of 2": replace(EP_HOT, members=ACROSS_PAIRS, counts=(9, 4), redundant=1),
     "int8": EP_INT8,
     "fp8": replace(EP_INT8, quantize="fp8", chunks=(2,), mode="checkpoint"),
     "node int8": replace(EP_INT8, form="node"),
     "a lost rank": replace(EP_HOT, members=((0, 2, 3),), counts=(9, 0, 4), redundant=16, lost=(1,)),
     "replicas of 3": replace(EP_ODD, members=((0, 2, 3),), counts=(9, 0, 4), redundant=5),
+    "twice the same expert": EpCase(choice="twice", top_k=4, counts=(2, 13, 0, 5), chunks=(7,)),
+    "node chunks": EpCase("node", "holes", dtype=EP_FP32, chunks=(2, 3), redundant=9),
+    "tp holes": replace(EP_HALVES, choice="holes", experts=12, top_k=6, chunks=(3,)),
 }
 
 
-def ep_draw(seed: int) -> EpCase:
-    rng = random.Random(seed)
-    form = rng.choice(["flat", "flat", "flat", "node", "tensor", "replicated"])
-    experts, ranks = rng.choice([8, 12, 16]), {"tensor": 2, "replicated": 1}.get(form, 4)
-    redundant = None if form == "tensor" or rng.random() < 0.5 else rng.randint(0, 2 * experts)
-    return EpCase(
-        form,
-        rng.choice(["router", "holes", "zipf", "one", "idle", "twice"]),
-        counts=tuple(rng.choice([0, 1, 2, 5, 13, 40]) for _ in range(ranks)),
-        experts=experts,
-        top_k=rng.randint(1, min(6, experts // 2)),
-        dim=rng.choice([1, 8, 16]),
-        ffn=rng.choice([2, 6]),
-        dtype=rng.choice([EP_FP32, torch.float64, torch.float64]),
-        seed=seed,
-        members=EP_ACROSS if form == "tensor" else EP_ALL,
-        chunks=(rng.choice([1, 1, 2, 3, 7]), rng.choice([1, 2, 3])),
-        redundant=redundant,
-        need=rng.choice(["x router up down", "x router up down", "up down", "x"]),
-    )
-
-
-EP_EQUAL |= {f"drawn {seed}": ep_draw(seed) for seed in range(6)}
-EP_FUZZ = {f"drawn {seed}": ep_draw(seed) for seed in range(6, 56)}
 EP_WIDE = EpCase(experts=16, top_k=6, dim=256, ffn=4, counts=(40, 13, 0, 27), dtype=EP_FP32, seed=4)
 EP_BYTES = {
     "bytes": EP_WIDE,
@@ -24769,29 +24718,36 @@ EP_MISTAKES = "id E|id -2|one rank|replicated|slot E|slot -2|small group|ids sha
 
 
 def ep_mistake(env, mistake: str) -> dict:
-    """The error that a mistake raises, and after how many seconds."""
+    """The error that a mistake raises, and after how many seconds. In groups of its own, which a
+    rank leaves after an error, so that the others do not wait for it."""
+    members = PAIRS_OF_RANKS if mistake == "small group" else ALL_RANKS
+    groups = [dist.new_group([*ranks]) for ranks in members]
+    start, error = time.monotonic(), None
+    try:
+        ep_call_wrongly(env.rank, mistake, groups[env.rank // 2 if len(groups) > 1 else 0])
+    except Exception as e:  # noqa: BLE001, its type is the result
+        error = type(e).__name__, str(e)
+    seconds = time.monotonic() - start
+    for group in groups:
+        dist.destroy_process_group(group)
+    return dict(zip(("kind", "text"), error or ("none", "")), seconds=seconds)
+
+
+def ep_call_wrongly(rank: int, mistake: str, group) -> None:
     case = EpCase(counts=(6, 6, 6, 6))
-    group, _ = ep_group(env, EP_PAIRS if mistake == "small group" else EP_ALL)
-    dist.barrier()
     f = Y.all_to_all_dispatch(O.grouped_experts, 2, group)
     if mistake == "replicated":
-        f = Y.all_reduce_combine(Y.select_local_slots(O.grouped_experts, env.rank * 2, 2), group)
+        f = Y.all_reduce_combine(Y.select_local_slots(O.grouped_experts, rank * 2, 2), group)
     if not mistake.startswith("slot"):
         f = Y.remap_expert_ids(f, Y.Placement.even(8, 4))
-    x, _, router = ep_inputs(case, env.rank)
-    weights, ids = ep_route(case, x, router, env.rank)
-    if mistake in ("id E", "slot E", "replicated") or mistake == "one rank" and env.rank == 2:
+    x, _, router = ep_inputs(case, rank)
+    weights, ids = ep_route(case, x, router, rank)
+    if mistake in ("id E", "slot E", "replicated") or mistake == "one rank" and rank == 2:
         ids[3, 1] = 8
     if mistake.endswith("-2"):
         ids[0, 0] = -2
     ids = ids[:-1] if mistake == "ids shape" else ids
-    start, error = time.monotonic(), None
-    try:
-        f(x, weights, ids, *(t[:2] for t in ep_stacks(case)))
-    except Exception as e:  # noqa: BLE001, its type is the result
-        error = e
-    seconds = time.monotonic() - start
-    return dict(kind=type(error).__name__, text=str(error), seconds=seconds)
+    f(x, weights, ids, *(t[:2] for t in ep_stacks(case)))
 
 
 def ep_objects() -> Counter:
@@ -24819,13 +24775,7 @@ def ep_keeps_nothing(env) -> list:
 EP_CASES = {name: partial(ep_solve, case=case) for name, case in EP_SOLVED.items()}
 EP_CASES |= {f"mistake: {m}": partial(ep_mistake, mistake=m) for m in EP_MISTAKES}
 EP_CASES["memory"] = ep_keeps_nothing
-EP_SLOW = {name: partial(ep_solve, case=case) for name, case in EP_FUZZ.items()}
-
-
-ep_start = lambda env: setattr(env, "wire", Wire())
-ep_on_ranks = partial(on_ranks, hang=EP_HANG, setup=ep_start, fresh_groups=True)
-ranks_done = ep_on_ranks("ranks_done", EP_CASES, limit=150)
-ranks_done_slow = ep_on_ranks("ranks_done_slow", EP_SLOW, limit=500)
+ranks_done = on_ranks("ranks_done", EP_CASES, hang=EP_HANG, setup=four_ranks)
 
 
 # ---- the tests ----
@@ -24855,13 +24805,6 @@ def test_ep_equals_one_process(name, ranks_done):
     ep_check(EP_SOLVED[name], ranks_done[name])
     if name == "twice":
         assert all(got["same"] for got in ranks_done[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", EP_FUZZ)
-def test_ep_equals_one_process_fuzzed(name, ranks_done_slow):
-    """Random forms, sizes, loads and replicas."""
-    ep_check(EP_FUZZ[name], ranks_done_slow[name])
 
 
 @pytest.mark.parametrize("name", EP_LOST)
@@ -24906,28 +24849,11 @@ def test_ep_sends_a_token_once(name, phase, ranks_done):
             assert 0 <= nbytes[part] - row * rows <= sides, (rank, part)
 
 
-@pytest.mark.parametrize("name", EP_ORDER)
-@pytest.mark.parametrize("phase", [0, 1], ids=["forward", "backward"])
-def test_ep_transfers_overlap_with_experts(name, phase, ranks_done):
-    """The next chunk's rows are in flight while a chunk's experts run; each transfer is waited
-    for."""
-    for got in ranks_done[name]:
-        events = ep_phases(got)[phase]
-        runs = [i for i, event in enumerate(events) if event["kind"] == "experts"]
-        waits = {event["of"]: i for i, event in enumerate(events) if event["kind"] == "wait"}
-        started = {e["number"]: i for i, e in enumerate(events) if e.get("is_async")}
-        wide = {e["number"] for e in events if ep_is_wide(e, EP_ORDER[name])}
-        assert len(runs) == EP_ORDER[name].chunks[0] and started.keys() == waits.keys()
-        in_flight = [[n for n in wide if started[n] < run < waits[n]] for run in runs]
-        begun = [n for n in wide if started[n] < runs[0]]
-        assert len(begun) >= 2 and in_flight[0] and in_flight[1], in_flight
-        assert any(runs[0] < started[n] and waits[n] > runs[1] for n in wide)
-
-
 @pytest.mark.parametrize("name", [*EP_ORDER, *EP_ORDERS])
 def test_ep_tasks_run_in_the_chosen_order(name, ranks_done):
     """A send starts a transfer of rows; the compute task of a chunk waits for it, and starts
-    another one, which a receive waits for. The backward pass runs them in reverse."""
+    another one, which a receive waits for. The backward pass runs them in reverse. The default
+    order, a best one for equal transfers, overlaps them with the experts."""
     case, steps = EP_SOLVED[name], dict(send=["start"], receive=["wait"])
     steps["compute"] = ["wait", "experts", "start"]
     tasks = [stage for stage, _ in case.order or Y.default_order(*case.chunks[:1])]
@@ -24938,7 +24864,9 @@ def test_ep_tasks_run_in_the_chosen_order(name, ranks_done):
             ([steps[t] for t in tasks], [flipped[t] for t in reversed(tasks)]),
             strict=True,
         ):
-            wide = {e["number"] for e in events if e.get("is_async") and ep_is_wide(e, case)}
+            started = [e for e in events if e.get("is_async")]
+            assert {e["number"] for e in started} == {e["of"] for e in events if "of" in e}
+            wide = {e["number"] for e in started if ep_is_wide(e, case)}
             names = {e["kind"]: e["kind"] for e in events} | dict(all_to_all="start")
             found = [e for e in events if e["kind"] == "experts" or e.get("number") in wide
                      or e.get("of") in wide]  # fmt: skip
@@ -24995,7 +24923,7 @@ def test_ep_mistakes_do_not_hang_the_other_ranks(mistake, ranks_done):
     """A mistake that a rank can see is a ValueError of one line there, before it waits for the
     others; these get an error too."""
     for rank, got in enumerate(ranks_done[f"mistake: {mistake}"]):
-        assert got["kind"] != "NoneType" and got["seconds"] < EP_HANG - 2, got
+        assert got["kind"] != "none" and got["seconds"] < EP_HANG - 2, got
         if mistake != "one rank" or rank == 2:
             assert got["kind"] == "ValueError" and "\n" not in got["text"], got
 
@@ -25004,20 +24932,6 @@ def test_ep_keeps_nothing_after_the_backward_pass(ranks_done):
     """The dispatched rows are freed: a transfer that referred to its own part of the graph would be
     a cycle that Python's garbage collector cannot see."""
     assert ranks_done["memory"] == [[4, [], Counter()]] * 4
-
-
-def test_ep_local_slots_need_no_process_group():
-    """select_local_slots runs only its own slots; the parts sum to the whole."""
-    case = EpCase(choice="holes")
-    (x, _, router), stacks = ep_inputs(case, 1), ep_stacks(case)
-    weights, ids = ep_route(case, x, router, 1)
-    assert not dist.is_initialized()
-    parts = []
-    for first in range(0, 8, 2):
-        f = Y.select_local_slots(O.grouped_experts, first, 2)
-        parts.append(f(x, weights, ids, *(stack[first : first + 2] for stack in stacks)))
-    close(sum(parts), M.loop_experts(x, weights, ids, *stacks), 1e-12)
-    assert all(part.any() for part in parts)
 
 
 # ---- placements ----
@@ -25038,12 +24952,11 @@ def ep_loads(seed: int) -> tuple[torch.Tensor, int, int]:
     return torch.tensor(loads), ranks, min(rng.choice([0, 0, 1, 2, n // 2, most]), most)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_ep_placement_by_load(seed):
+def test_ep_placement_by_load():
     """Every expert somewhere, none twice on a rank, ranks' sizes within one; replicas make the
     highest load per replica as low as possible; ranks are no worse loaded than by
     Placement.even."""
-    for loads, ranks, extra in map(ep_loads, range(seed, 160, 4)):
+    for loads, ranks, extra in map(ep_loads, range(160)):
         p, n = Y.Placement.by_load(loads, ranks, redundant=extra), len(loads)
         slots, sizes = [e for own in p.slots for e in own], [*map(len, p.slots)]
         replicas = [slots.count(e) for e in range(n)]
@@ -25069,11 +24982,11 @@ def ep_survival(slots, lost: int) -> float:
     return sum({*chain(*own)} == {*chain(*slots)} for own in kept) / len(kept)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_ep_overlap_survives_lost_ranks_best(seed):
+def test_ep_overlap_survives_lost_ranks_best():
     """The probability that all experts survive is exact, and that of "overlap" is at least that of
     replicas in turn and of many random placements of as many, and of Placement.by_load's."""
-    for loads, ranks, extra in map(ep_loads, range(seed, 120, 3)):
+    for seed in range(100):
+        loads, ranks, extra = ep_loads(seed)
         p = Y.Placement.by_load(loads, ranks, extra, "overlap")
         sizes, rng = [*map(len, p.slots)], random.Random(seed)
         assert {*sizes} == {-(-(len(loads) + extra) // ranks)} and ranks == p.ranks
@@ -25117,7 +25030,7 @@ def test_ep_even_placement():
     assert Y.Placement.even(8, 1).slots == (tuple(range(8)),)
 
 
-for sizes in ((10, 4), (3, 4), (7, 2), (4, 0)):
+for sizes in ((10, 4), (4, 0)):
     REFUSED[f"ep: even placement of {sizes}"] = partial(Y.Placement.even, *sizes), "by_load"
 for loads, ranks, extra in (
     ([1, 2], 3, 0),
@@ -25137,14 +25050,12 @@ REFUSED["ep: half an order"] = partial(dispatch, order=[("send", 0)]), "order.* 
 REFUSED["ep: spread"] = partial(Y.Placement.by_load, [1.0], 1, 0, "wide"), "spread.*wide"
 REFUSED["ep: lost"] = partial(Y.Placement.even(4, 2).without, [1]), r"ranks \[1\].*experts \[2, 3\]"
 REFUSED["ep: all lost"] = partial(Y.Placement.even(4, 2).recovery_probability, 2), "lost.* 2"
-for slots in ((), ((0, 2),), ((1,),), ((0, 0),), ((0, 1), (1, 1))):
+for slots in ((), ((1,),), ((0, 1), (1, 1))):
     REFUSED[f"ep: slots {slots}"] = partial(Y.Placement, slots), "slots"
-for wrong in (8, 100, -2):
+for wrong in (8, -2):
     call = partial(Y.Placement.even(8, 4).physical_ids, torch.tensor([[0, 1], [2, wrong]]))
     REFUSED[f"ep: id {wrong}"] = call, rf"ids.*{wrong}"
-for n in (0, -1):
-    call = partial(Y.all_to_all_dispatch, O.grouped_experts, 2, chunks=n)
-    REFUSED[f"ep: {n} chunks"] = call, rf"chunks.*{n}"
+REFUSED["ep: 0 chunks"] = partial(dispatch, chunks=0), "chunks.*0"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -25215,21 +25126,13 @@ def kvp_attention(env, s):
     tolerance = 1e-5 if s["dtype"] == torch.float32 else 1e-12
     close(o, reference(sinks=spec.sinks)[:, own], tolerance)
     close(lse, reference(return_lse=True)[1][:, :, own], tolerance)
-    sent = torch.tensor(kvp_sent(events), dtype=torch.float64)
+    sent = torch.tensor(sent_bytes(events), dtype=torch.float64)
     dist.all_reduce(sent)
     wide = 8 if s["dtype"] == torch.float64 else 4
     sizes = dict(ranks=4, Hq=s["Hq"], kv=sum(x.shape[2] * x.shape[3] for x in kv), D=q.shape[3])
     sizes |= dict(Dv=v.shape[3], B=s["B"], itemsize=s["dtype"].itemsize)
     sizes |= dict(S=s["S"] + s["T"], T=4 * max(map(len, at_q)), output_itemsize=wide)  # T: padded
     assert sent == 4 * SA.bytes_sent(s["mode"], **sizes)
-
-
-def kvp_sent(events):
-    """Bytes that this rank sends to others."""
-    others = lambda event: len(event["ranks"]) - 1
-    factors = dict(all_gather=others, exchange=lambda event: 1)
-    factors |= dict(all_to_all=lambda event: others(event) / (others(event) + 1))
-    return sum(e["nbytes"] * factors[e["kind"]](e) for e in events if e["kind"] in factors)
 
 
 KVP_CONFIGS = {
@@ -25273,17 +25176,13 @@ def kvp_run(run, cache, model, wire=None):
     return outs
 
 
-def kvp_setup(env):
-    cp_setup(env)
-    env.groups[3] = dist.new_group([0, 1, 2])
-
-
 def kvp_generates(env, run):
     """Logits and stored keys == one process's. Each rank stores its share of the tokens, in decode
     only outputs are sent, and for sharded rows queries and the new keys."""
-    if env.rank == 3 and run.ranks == 3:
+    group, rank, _ = group_of(env, GROUPS_OF[run.ranks])
+    if rank is None:
         return
-    model, length, group = kvp_model(run.config), sum(run.chunks) + run.steps, env.groups[run.ranks]
+    model, length = kvp_model(run.config), sum(run.chunks) + run.steps
     new = lambda rows, slots: M.KVCache(model.config, rows, slots, torch.float64)
     members, whole = run.members or tuple(range(run.ranks)), new(run.rows, length)
     slots = KVP.slots_per_rank(length, len(members), 4)
@@ -25307,7 +25206,7 @@ def kvp_generates(env, run):
     sharded = run.rows % run.ranks == 0
     want = L * SA.bytes_sent("rows" if sharded else "replicated", output_itemsize=8, **sizes)
     want += sharded * (run.ranks - 1) * run.rows / run.ranks * c.dim * 8  # hidden states
-    assert all(kvp_sent(events) == want for _, events, _ in got[len(run.chunks) :])
+    assert all(sent_bytes(events) == want for _, events, _ in got[len(run.chunks) :])
 
 
 def kvp_check_parts(run, cache, whole, members):
@@ -25343,13 +25242,11 @@ KVP_RUNS = {
     "a rank joins": KVPRun("windows", members=(0, 1), grow=3, rows=4, steps=14),
     "a rank joins two": KVPRun(members=(1, 0), grow=2, ranks=3, steps=14),
 }
-KVP_WORKS = cp_works({f"attention {n}": kvp_case(n) for n in range(16)}, kvp_attention)
+KVP_WORKS = cp_works({f"attention {n}": kvp_case(n) for n in range(8)}, kvp_attention)
 KVP_WORKS |= cp_works(KVP_RUNS, kvp_generates)
 
 
-def kvp_other(work):
-    KVP_WORKS[work.__name__.removeprefix("kvp_").replace("_", " ")] = work
-    return work
+kvp_other = case_of(KVP_WORKS)
 
 
 def kvp_slots(rows, slots):
@@ -25369,7 +25266,7 @@ def kvp_a_ring_leaves_keys_where_two_ranks_keep_them(env):
         cache = KVP.KVParallelCache(kvp_slots(1, 64), members=members)
         env.wire.reset()
         kvp_step(KVP.KVParallelModel(model, cache), cache, 0, 64)
-        sent.append(kvp_sent(env.wire.events))
+        sent.append(sent_bytes(env.wire.events))
         assert cache.counts == ([16] * 4 if members is None else [32, 0, 0, 32])
     assert sent[0] == sent[1] > 0
 
@@ -25407,25 +25304,6 @@ def kvp_a_full_rank_borrows_blocks(env):
 
 
 @kvp_other
-def kvp_any_lost_transfer_changes_the_output(env):
-    """Of both ways through the ring, and of decode."""
-    run = KVPRun(chunks=(8, 40), steps=1, rows=4)
-
-    def logits(lose):
-        cache = KVP.KVParallelCache(kvp_slots(4, 64))
-        model = KVP.KVParallelModel(kvp_model("gqa"), cache)
-        env.wire.reset(lose)
-        return torch.cat([x.flatten() for x, *_ in kvp_run(run, cache, model)])
-
-    want, n = logits(None), env.wire.count
-    assert n > 12
-    for lose in range(0, n, 2):
-        worst = (logits(lose) - want).abs().max()
-        dist.all_reduce(worst, dist.ReduceOp.MAX)
-        assert worst > 1e-3, lose
-
-
-@kvp_other
 def kvp_bad_shapes_are_refused(env):
     """A ValueError of one line with the numbers, before any transfer."""
     q, at = torch.randn(1, 2, 4, 6), [torch.arange(2)] * 4
@@ -25452,11 +25330,10 @@ def kvp_bad_shapes_are_refused(env):
         assert not env.wire.events and "\n" not in str(caught.value)
 
 
-KVP_PARAMS = one_in(4, [*KVP_WORKS][:16]) + one_in(1, [*KVP_WORKS][16:])  # fewer random ones
-kvp_done = on_ranks("kvp_done", KVP_WORKS, hang=10, setup=kvp_setup, params=KVP_PARAMS)
+kvp_done = on_ranks("kvp_done", KVP_WORKS, hang=10, setup=four_ranks)
 
 
-@pytest.mark.parametrize("name", KVP_PARAMS)
+@pytest.mark.parametrize("name", KVP_WORKS)
 def test_kv_parallel_equals_one_process(kvp_done, name):
     """Attention to a cache of which each rank has any part, and models that generate with it, for
     every mask and both forms of MLA == one process; bytes sent are the formulas'."""
@@ -25480,22 +25357,17 @@ def test_kv_parallel_ledger_sums_to_zero(seed):
         for bad in ((a, -1), (a, -1, b), (dead, 1), (dead, 1, b), (a, 1, dead)):
             with pytest.raises(ValueError, match="instance"):
                 ledger.borrow(*bad)
-        uses, own = blocks[b].count(a), blocks[a].count(None)
-        match rng.choice("borrow borrow from return return death".split()):
+        uses, free = blocks[b].count(a), {i: own.count(None) for i, own in blocks.items()}
+        match rng.choice("borrow borrow return return death".split()):
             case "borrow":
-                free = sum(x.count(None) for x in blocks.values())
-                with refused(n > free, "free"):
-                    taken = ledger.borrow(a, n)
-                    assert sum(taken.values()) == n and taken.get(a, 0) == min(n, own)  # own first
-                    for lender, share in taken.items():
-                        for _ in range(share):
-                            blocks[lender][blocks[lender].index(None)] = a
-            case "from":
-                few = n > blocks[b].count(None)
-                with refused(few, "free"):
-                    assert ledger.borrow(a, n, b) == ({b: n} if n else {})
-                for _ in range(0 if few else n):
-                    blocks[b][blocks[b].index(None)] = a
+                lender = rng.choice([None, b])
+                with refused(n > (sum(free.values()) if lender is None else free[b]), "free"):
+                    taken = ledger.borrow(a, n, lender)
+                    own = n if lender == a else min(n, free[a]) if lender is None else 0
+                    assert sum(taken.values()) == n and taken.get(a, 0) == own  # own first
+                    assert lender is None or taken.keys() <= {lender}
+                    for i in Counter(taken).elements():
+                        blocks[i][blocks[i].index(None)] = a
             case "return":
                 with refused(n > uses, "has"):
                     ledger.give_back(a, b, n)
@@ -25528,11 +25400,8 @@ def test_kv_parallel_pass_kv_or_pass_q():
 # async_tp.py and inference_parallel.py, on four ranks, against one process
 # --------------------------------------------------------------------------------------------------
 
-TP_ALL, TP_PAIRS = ((0, 1, 2, 3),), ((0, 1), (2, 3))
-TP_ALONE = ((0,), (1,), (2,), (3,))
 TP_TYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 TP_TOLERANCE = {"fp32": 1e-6, "fp64": 1e-12, "bf16": 2e-2}
-TP_GROUPS: dict[tuple[int, ...], dist.ProcessGroup] = {}
 TP_WORKS: dict[str, Callable] = {}  # name -> case(env), which asserts
 
 
@@ -25550,37 +25419,11 @@ class TpMatmulRecorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def tp_sent(events) -> int:
-    """Bytes that a rank sends to the others."""
-    sent = 0
-    for e in events:
-        n = len(e.get("ranks", ()))
-        if e["kind"] == "exchange":
-            sent += e["nbytes"]
-        elif n:
-            sent += e["nbytes"] * (n - 1) // (1 if e["kind"] == "all_gather" else n)
-    return sent
-
-
-def tp_normal(seed, *shape):
-    return torch.randn(shape, generator=seeded(seed), dtype=torch.float64)
-
-
-def tp_group_of(rank, members):
-    """(the group that this rank is in, its rank there, the group's size)"""
-    for m in members:
-        if m not in TP_GROUPS:  # connecting is slow, so groups are cached
-            TP_GROUPS[m] = dist.new_group(list(m))
-    m = next(m for m in members if rank in m)
-    return TP_GROUPS[m], dist.get_rank(TP_GROUPS[m]), len(m)
-
-
 def tp_close(got, want, tolerance, what):
     assert (got is None) == (want is None), f"{what}: {got}"
     if want is not None:
-        assert got.shape == want.shape, f"{what}: {got.shape}"
-        error, size = (got - want).abs().max().item(), want.abs().max().item()
-        assert error <= tolerance * size, f"{what}: off by {error:.3g} of {size:.3g}"
+        off = error_of(got, want)
+        assert off <= tolerance, f"{what}: off by {off:.3g}"
 
 
 def tp_noticed(check, *args) -> None:
@@ -25605,7 +25448,7 @@ def tp_leaf(t, grad=True):
 @dataclass(frozen=True)
 class TpRing:
     kind: str = "gather"  # all_gather_matmul, or "scatter"
-    members: tuple = TP_ALL
+    members: tuple = ALL_RANKS
     B: int = 2
     t: int = 3
     C: int = 10
@@ -25613,16 +25456,14 @@ class TpRing:
     bias: tuple = ()  # for each weight, whether it has a bias
     dtype: str = "fp64"
     frozen: tuple = ()  # weights without gradients
-    unused: tuple = ()  # outputs that the loss does not use
     autocast: bool = False
-    summed: bool = False  # the loss is a plain sum, so gradients are expanded tensors
-    strided: bool = False
+    strided: bool = False  # x and weights; the loss is a plain sum, so gradients are expanded
 
 
 def tp_ring_problem(case, P):
     """x, weights, biases and loss coefficients, as lists of all ranks' shards."""
     dtype, B, T = TP_TYPES[case.dtype], case.B, case.t * P
-    make = lambda i, *shape: [tp_normal(300 + 10 * i + p, *shape).to(dtype) for p in range(P)]
+    make = lambda i, *shape: [randn64(300 + 10 * i + p, *shape).to(dtype) for p in range(P)]
     b = []
     if case.kind == "gather":
         x, coef = make(0, B, case.t, case.C), [make(7 + i, B, T, n) for i, n in enumerate(case.n)]
@@ -25632,16 +25473,14 @@ def tp_ring_problem(case, P):
     else:
         x, w = make(0, B, T, case.n[0]), [make(1, case.C, case.n[0])]
         coef = [make(7, B, case.t, case.C)]
-    if case.summed:
-        coef = [[torch.ones_like(c) for c in cs] for cs in coef]
     if case.strided:
+        coef = [[torch.ones_like(c) for c in cs] for cs in coef]
         x, *w = ([t.mT.contiguous().mT for t in ts] for ts in (x, *w))
     return x, w, b, coef
 
 
 def tp_ring_loss(case, outs, coefs):
-    terms = [o if case.summed else o * c for o, c in zip(outs, coefs, strict=True)]
-    return sum(t.sum() for i, t in enumerate(terms) if i not in case.unused)
+    return sum((o if case.strided else o * c).sum() for o, c in zip(outs, coefs, strict=True))
 
 
 def tp_ring_reference(case, me, P):
@@ -25664,37 +25503,29 @@ def tp_ring_reference(case, me, P):
 
 
 def tp_run_ring(env, case, drop=None):
-    """Two runs with transfer `drop` lost; 100 + n is the n-th of the backward pass."""
-    group, me, P = tp_group_of(env.rank, case.members)
+    """A run with transfer `drop` lost; 100 + n is the n-th of the backward pass."""
+    group, me, P = group_of(env, case.members)
     x, w, b, coef = tp_ring_problem(case, P)
-    got, runs, wire = dict(me=me, P=P), [], env.wire
-    for _ in range(2):
-        x_shard, bs = tp_leaf(x[me]), [tp_leaf(t[me]) for t in b]
-        ws = [tp_leaf(t[me], i not in case.frozen) for i, t in enumerate(w)]
-        saved = []
-        keep = lambda t: saved.append((tuple(t.shape), t.data_ptr())) or t
-        wire.reset(None if drop is None else drop - 1)
-        with TpMatmulRecorder(wire), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            with torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
-                if case.kind == "gather":
-                    outs = async_tp.all_gather_matmul(x_shard, ws, group, bs)
-                else:
-                    outs = [async_tp.matmul_reduce_scatter(x_shard, ws[0], group)]
-        own = [t.data_ptr() for t in (x_shard, *ws)]
-        got |= dict(forward=wire.events, saved=[shape for shape, _ in saved])
-        got["copied"] = [shape for shape, address in saved if address not in own]
-        wire.reset(None if drop is None else drop - 101)
-        with TpMatmulRecorder(wire):
-            tp_ring_loss(case, outs, [c[me] for c in coef]).backward()
-        got["backward"] = wire.events
-        wire.reset()
-        grads = dict(
-            x=[x_shard.grad], w=[t.grad for t in ws], b=[t if t is None else t.grad for t in bs]
-        )
-        runs.append(dict(out=[o.detach() for o in outs]) | grads)
-    flat = [[t for ts in run.values() for t in ts if t is not None] for run in runs]
-    assert all(torch.equal(p, q) for p, q in zip(*flat, strict=True))  # to the bit
-    return got | runs[0]
+    x_shard, bs, saved = tp_leaf(x[me]), [tp_leaf(t[me]) for t in b], []
+    ws = [tp_leaf(t[me], i not in case.frozen) for i, t in enumerate(w)]
+    keep = lambda t: saved.append((tuple(t.shape), t.data_ptr())) or t
+    env.wire.reset(None if drop is None else drop - 1)
+    with TpMatmulRecorder(env.wire), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        with torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
+            if case.kind == "gather":
+                outs = async_tp.all_gather_matmul(x_shard, ws, group, bs)
+            else:
+                outs = [async_tp.matmul_reduce_scatter(x_shard, ws[0], group)]
+    own = [t.data_ptr() for t in (x_shard, *ws)]
+    got = dict(me=me, P=P, forward=env.wire.events, saved=[shape for shape, _ in saved])
+    got["copied"] = [shape for shape, address in saved if address not in own]
+    env.wire.reset(None if drop is None else drop - 101)
+    with TpMatmulRecorder(env.wire):
+        tp_ring_loss(case, outs, [c[me] for c in coef]).backward()
+    got["backward"] = env.wire.events
+    env.wire.reset()
+    got |= dict(out=[o.detach() for o in outs], x=[x_shard.grad], w=[t.grad for t in ws])
+    return got | dict(b=[t if t is None else t.grad for t in bs])
 
 
 def tp_check_ring(case, got):
@@ -25706,28 +25537,22 @@ def tp_check_ring(case, got):
 TP_WIDE = TpRing(t=8, C=32, n=(16,))
 TP_RINGS = {
     "gather": TpRing(),
-    "gather of 2": TpRing(members=TP_PAIRS),
-    "gather fp32": TpRing(dtype="fp32", n=(6, 4), bias=(True, True)),
+    "gather of 2": TpRing(members=((1, 3), (0, 2))),
     "gather bf16": replace(TP_WIDE, dtype="bf16", bias=(True,)),
     "gather 3 weights": TpRing(B=3, n=(6, 4, 2), bias=(True, False, True)),
     "gather t 1": TpRing(B=1, t=1, n=(6, 4)),
     "gather frozen": TpRing(n=(6, 4), frozen=(0,)),
     "gather all frozen": TpRing(n=(6, 4), frozen=(0, 1), bias=(True, False)),
-    "gather unused": TpRing(n=(6, 4), unused=(1,)),
-    "gather sum": TpRing(summed=True, bias=(True,)),
-    "gather strided": TpRing(strided=True, n=(6, 4)),
-    "gather far members": TpRing(members=((1, 3), (0, 2))),
-    "gather of 1": TpRing(members=TP_ALONE),
+    "gather strided": TpRing(strided=True, n=(6, 4), bias=(True, False)),
+    "gather of 1": TpRing(members=EACH_RANK),
     "gather autocast": replace(TP_WIDE, autocast=True, dtype="fp32", bias=(True,)),
     "scatter": TpRing("scatter"),
-    "scatter of 2": TpRing("scatter", members=TP_PAIRS),
-    "scatter fp32": TpRing("scatter", dtype="fp32", B=3),
+    "scatter of 2": TpRing("scatter", members=PAIRS_OF_RANKS),
     "scatter bf16": replace(TP_WIDE, kind="scatter", dtype="bf16"),
     "scatter t 1": TpRing("scatter", B=1, t=1),
     "scatter frozen": TpRing("scatter", frozen=(0,)),
-    "scatter sum": TpRing("scatter", summed=True),
     "scatter strided": TpRing("scatter", strided=True),
-    "scatter of 1": TpRing("scatter", members=TP_ALONE),
+    "scatter of 1": TpRing("scatter", members=EACH_RANK),
     "scatter autocast": replace(TP_WIDE, kind="scatter", autocast=True, dtype="fp32"),
 }
 TP_ORDER = {  # upper case: transfer started; lower case: waited for; *: matmul
@@ -25741,22 +25566,12 @@ TP_ORDER = {  # upper case: transfer started; lower case: waited for; *: matmul
 TP_COUNTED = "gather", "gather of 2", "gather 3 weights", "scatter", "scatter of 2"
 
 
-def tp_check_order(events, want: str, P: int) -> None:
-    """Every transfer starts before a matmul and is waited for after it. If a transfer takes as long
-    as a matmul, P ring steps take the time of P matmuls: all transfers are hidden, except the first
-    x of the backward pass."""
+def tp_check_order(events, want: str) -> None:
+    """Every transfer starts before a matmul and is waited for after it."""
     names = {e["number"]: "GS"[e["tag"]] for e in events if e["kind"] == "exchange"}
     letters = {"matmul": lambda e: "*", "exchange": lambda e: names[e["number"]]}
     letters["wait"] = lambda e: names[e["of"]].lower()
-    order = "".join(letters[e["kind"]](e) for e in events)
-    assert order == want
-    now, due = 0, {}
-    for letter in order:
-        if letter.isupper():
-            due[letter] = now + 1
-        now = now + 1 if letter == "*" else now
-        now = max(now, due[letter.upper()]) if letter.islower() else now
-    assert now == P
+    assert "".join(letters[e["kind"]](e) for e in events) == want
 
 
 def tp_ring_equals_all_gather_and_linear(env, name, case):
@@ -25768,7 +25583,7 @@ def tp_ring_equals_all_gather_and_linear(env, name, case):
     if case.autocast:
         assert all(o.dtype == torch.bfloat16 for o in got["out"])
         assert all(t.dtype == torch.float32 for t in (*got["x"], *got["w"], *got["b"]))
-        assert tp_sent(got["forward"]) == case.B * case.t * case.C * 2 * (P - 1)
+        assert sent_bytes(got["forward"]) == case.B * case.t * case.C * 2 * (P - 1)
         half = {key: [t.bfloat16() for t in got[key]] for key in ("out", "x", "w", "b")}
         tp_check_ring(replace(case, dtype="bf16"), got | half)
         return
@@ -25778,11 +25593,11 @@ def tp_ring_equals_all_gather_and_linear(env, name, case):
     assert sorted(got["saved"]) == sorted([x, *w]) and not got["copied"]
     if name in TP_COUNTED:
         sent = case.B * case.t * case.C * 8 * (P - 1)
-        assert tp_sent(got["forward"]) == sent
-        assert tp_sent(got["backward"]) == (2 if gather else 1) * sent
+        assert sent_bytes(got["forward"]) == sent
+        assert sent_bytes(got["backward"]) == (2 if gather else 1) * sent
     for phase in ("forward", "backward"):
         if (name, phase) in TP_ORDER:
-            tp_check_order(got[phase], TP_ORDER[name, phase], P)
+            tp_check_order(got[phase], TP_ORDER[name, phase])
 
 
 def tp_ring_lost(env, kind, n):
@@ -25804,78 +25619,82 @@ class TpGrid:
     X: int = 2
     Y: int = 2
     replicated: bool = True
-    dtype: str = "fp64"
     rows: tuple = (3, 2)
     C: int = 16
     F: int = 24
 
 
-def tp_grid_problem(case):
-    mlp = M.MLP(case.C, case.F).to(TP_TYPES[case.dtype])
+def tp_grid_mlp(case):
+    mlp = M.MLP(case.C, case.F).double().requires_grad_(False)
     for i, p in enumerate(mlp.parameters()):
-        p.data.copy_(tp_normal(40 + i, *p.shape))
-    x, coef = (tp_normal(i, *case.rows, case.C).to(TP_TYPES[case.dtype]) for i in (50, 51))
-    return mlp, tp_leaf(x), coef
+        p.copy_(randn64(40 + i, *p.shape))
+    return mlp
 
 
-def tp_run_grid(env, case, drop=None):
+def tp_ffn(env, case, mlp, **more):
+    """The MLP on the ranks of a grid."""
     X, Y = case.X, case.Y
     base = [range(k, k + X * Y) for k in range(0, 4, X * Y)]
     columns = [tuple(b[i * Y + j] for i in range(X)) for b in base for j in range(Y)]
     lines = [tuple(b[i * Y + j] for j in range(Y)) for b in base for i in range(X)]
-    groups, me = [tp_group_of(env.rank, m)[0] for m in (columns, lines)], env.rank % (X * Y)
-    mlp, x, coef = tp_grid_problem(case)
+    groups = [group_of(env, m)[0] for m in (columns, lines)]
     weights = [linear.weight for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
-    ffn = inference_parallel.FFN2D(*weights, *groups, case.replicated)
-    if not case.replicated:
-        x, coef = (tp_leaf(t.chunk(X * Y, -1)[me]) for t in (x, coef))
+    return inference_parallel.FFN2D(*weights, *groups, case.replicated, **more)
+
+
+def tp_run_grid(env, case, drop=None):
+    """(this rank's output, that of the MLP), and the transfers"""
+    mlp, x, P = tp_grid_mlp(case), randn64(50, *case.rows, case.C), case.X * case.Y
+    local = lambda t: t if case.replicated else t.chunk(P, -1)[env.rank % P]
+    ffn = tp_ffn(env, case, mlp)
     env.wire.reset(None if drop is None else drop - 1)
-    y = ffn(x)
-    events = env.wire.events
+    y, events = ffn(local(x)), env.wire.events
     env.wire.reset()
-    (y * coef).sum().backward()
-    values = dict(y=y.detach(), x=x.grad, gate_up=ffn.gate_up.grad, down=ffn.down.grad)
-    return me, events, values
-
-
-def tp_check_grid(case, me, values):
-    mlp, x, coef = tp_grid_problem(case)
-    y = mlp(x)
-    (y * coef).sum().backward()
-    (i, j), P = divmod(me, case.Y), case.X * case.Y
-    local = (lambda t: t) if case.replicated else (lambda t: t.chunk(P, -1)[me])
-    part = lambda w: w.grad.chunk(case.Y)[j].chunk(case.X, 1)[i]
-    gate_up = torch.cat((part(mlp.gate_proj.weight), part(mlp.up_proj.weight)))
-    down = mlp.down_proj.weight.grad.chunk(case.X)[i].chunk(case.Y, 1)[j]
-    wanted = dict(y=local(y.detach()), x=local(x.grad), gate_up=gate_up, down=down)
-    for key, want in wanted.items():
-        tp_close(values[key], want, TP_TOLERANCE[case.dtype], key)
+    return (y, local(mlp(x))), events
 
 
 TP_GRIDS = {
     f"ffn {X}x{Y}{' sharded' if not replicated else ''}": TpGrid(X, Y, replicated)
-    for X, Y in ((1, 4), (2, 2), (4, 1), (1, 2), (2, 1), (1, 1))
+    for X, Y in ((1, 4), (2, 2), (4, 1), (1, 2), (1, 1))
     for replicated in (True, False)
-} | {"ffn fp32": TpGrid(dtype="fp32"), "ffn 1 token": TpGrid(rows=(1, 1), replicated=False)}
+} | {"ffn 1 token": TpGrid(rows=(1, 1), replicated=False)}
 
 
 def tp_ffn2d_equals_the_mlp(env, case):
-    """With gradients, x replicated or sharded, on every grid; bytes sent == formula."""
-    me, events, values = tp_run_grid(env, case)
-    tp_check_grid(case, me, values)
+    """x replicated or sharded, on every grid; bytes sent == formula."""
+    values, events = tp_run_grid(env, case)
+    tp_close(*values, 1e-12, "y")
     sizes = case.rows[0] * case.rows[1], case.C, case.F, case.X, case.Y
-    itemsize = TP_TYPES[case.dtype].itemsize
-    want = inference_parallel.ffn_bytes(*sizes, itemsize, case.replicated)
-    assert tp_sent(events) == pytest.approx(want, rel=1e-12)
+    want = inference_parallel.ffn_bytes(*sizes, 8, case.replicated)
+    assert sent_bytes(events) == pytest.approx(want, rel=1e-12)
 
 
 def tp_ffn2d_lost(env, n):
-    case = TP_GRIDS["ffn 2x2 sharded"]
-    me, _, values = tp_run_grid(env, case, n)
-    tp_noticed(tp_check_grid, case, me, values)
+    tp_noticed(tp_close, *tp_run_grid(env, TP_GRIDS["ffn 2x2 sharded"], n)[0], 1e-12, "y")
+
+
+def tp_weight_gathered_ffn(env, X):
+    """With few rows and with many: values of the MLP, and the bytes of the layout that sends fewer
+    of them, of rows padded to a multiple of the ranks."""
+    case, P, sent = TpGrid(X, 4 // X), 4, []
+    mlp = tp_grid_mlp(case)
+    ffn = tp_ffn(env, case, mlp, gather_weights=True)
+    for rows in (1, 3, 50, 200):
+        x = randn64(rows, 2, rows, case.C)
+        env.wire.reset()
+        tp_close(ffn(x), mlp(x), 1e-12, "y")
+        of = (2 * rows, case.C, case.F, case.X, case.Y, 8, True)
+        stationary = inference_parallel.ffn_bytes(*of)
+        gathered = [3 * case.C * case.F + n * case.C for n in (2 * rows, -(-2 * rows // P) * P)]
+        gathered = [n * 8 * (P - 1) / P for n in gathered]
+        sent.append(stationary <= gathered[0])
+        want = stationary if sent[-1] else gathered[1]
+        assert sent_bytes(env.wire.events) == pytest.approx(want, rel=1e-12)
+    assert {*sent} == {True, False}
 
 
 TP_WORKS |= {name: partial(tp_ffn2d_equals_the_mlp, case=c) for name, c in TP_GRIDS.items()}
+TP_WORKS |= {f"ffn weights {X}": partial(tp_weight_gathered_ffn, X=X) for X in (1, 2, 4)}
 TP_WORKS |= {f"ffn: transfer {n} is lost": partial(tp_ffn2d_lost, n=n) for n in (1, 2, 3, 4)}
 
 
@@ -25901,7 +25720,7 @@ def test_async_tp_ffn2d_bytes_and_best_grid_equal_the_paper():
 @dataclass(frozen=True)
 class TpBatchShard:
     family: str = "mqa"
-    members: tuple = TP_ALL
+    members: tuple = ALL_RANKS
     B: int = 4
     steps: tuple = (5, 3, 1, 1)  # tokens of each call
     absorb: int = 1
@@ -25924,7 +25743,7 @@ def tp_attention_of(case):
         layer = M.Attention(config, 0)
     layer.double()
     for i, p in enumerate(layer.parameters()):
-        p.data.copy_(tp_normal(60 + i, *p.shape) * 0.5 + (p.dim() == 1))
+        p.data.copy_(randn64(60 + i, *p.shape) * 0.5 + (p.dim() == 1))
     return config, layer
 
 
@@ -25945,36 +25764,30 @@ def tp_rows_calls(case, config):
             positions = positions + torch.arange(case.B)[:, None]
         if not config.alibi:
             rope = M.rope_cos_sin(config, positions)
-        x = tp_normal(70 + n, case.B, T, config.dim)
+        x = randn64(70 + n, case.B, T, config.dim)
         yield x, rope, positions, dict(limit=start + T) if case.limits else {}
         start += T
 
 
+@torch.no_grad()
 def tp_run_rows(env, case, drop=None, ranks=None):
-    """Steps with a cache, and the gradients of the first without one. On one rank without a group
-    (ranks=1), or on those of a group: each then has its heads' part of the outputs and gradients,
-    and the cache of its rows."""
+    """Steps with a cache, on one rank without a group (ranks=1), or on those of a group: each then
+    has its heads' part of the outputs, and the cache of its rows."""
     config, layer = tp_attention_of(case)
-    group, me, P = (None, 0, 1) if ranks == 1 else tp_group_of(env.rank, case.members)
+    group, me, P = (None, 0, 1) if ranks == 1 else group_of(env, case.members)
     wrap, reduce = lambda attend: attend, lambda t: t
     if P > 1:
         tp_shard_heads(layer, me, P)
         wrap = partial(inference_parallel.batch_sharded_attend, group=group)
         reduce = lambda t: dist.all_reduce(t, group=group)
     cache, outs, sent = M.KVCache(config, case.B // P, 24, torch.float64), [], []
-    with torch.no_grad():
-        for x, rope, positions, limit in tp_rows_calls(case, config):
-            env.wire.reset(None if drop is None else drop - 1)
-            outs.append(layer(x, rope, positions, wrap(partial(cache.attend, **limit))))
-            sent.append(env.wire.events)
-            env.wire.reset()
-            reduce(outs[-1])
-    x, rope, positions, _ = next(iter(tp_rows_calls(case, config)))
-    x = tp_leaf(x)
-    y = layer(x, rope, positions, wrap(M.causal_attention))
-    (y * tp_normal(80, *y.shape)).sum().backward()
-    reduce(x.grad)
-    return dict(outs=outs, sent=sent, k=cache.k[0], me=me, P=P, grad=x.grad)
+    for x, rope, positions, limit in tp_rows_calls(case, config):
+        env.wire.reset(None if drop is None else drop - 1)
+        outs.append(layer(x, rope, positions, wrap(partial(cache.attend, **limit))))
+        sent.append(env.wire.events)
+        env.wire.reset()
+        reduce(outs[-1])
+    return dict(outs=outs, sent=sent, k=cache.k[0], me=me, P=P)
 
 
 def tp_check_rows(env, case, got):
@@ -25982,19 +25795,16 @@ def tp_check_rows(env, case, got):
     tp_close(got["k"], want["k"].chunk(got["P"])[got["me"]], 1e-12, "cache")
     for n, (a, b) in enumerate(zip(got["outs"], want["outs"], strict=True)):
         tp_close(a, b, 1e-12, f"step {n}")
-    # MLA's rope head is shared: ranks round its gradient to fp32 in RoPE before summing
-    tolerance = 1e-6 if case.family.startswith("mla") else 1e-12
-    tp_close(got["grad"], want["grad"], tolerance, "gradient of x")
 
 
 TP_ROWS = {
     "rows mqa": TpBatchShard(),
-    "rows mqa of 2": TpBatchShard(members=TP_PAIRS, B=6),
+    "rows mqa of 2": TpBatchShard(members=PAIRS_OF_RANKS, B=6),
     "rows mqa 8": TpBatchShard(B=8, ragged=True),
     "rows gqa": TpBatchShard("gqa"),
     "rows alibi": TpBatchShard("alibi", B=8),
     "rows mla": TpBatchShard("mla"),
-    "rows mla of 2": TpBatchShard("mla q", members=TP_PAIRS),
+    "rows mla of 2": TpBatchShard("mla q", members=PAIRS_OF_RANKS),
     "rows mla limits": TpBatchShard("mla", limits=True, B=8),
     "rows mla absorbed": TpBatchShard("mla", absorb=99),
     "rows mla ragged": TpBatchShard("mla q", ragged=True, B=8),
@@ -26003,8 +25813,8 @@ TP_ROWS = {
 
 def tp_batch_sharded_attention(env, case):
     """Chunked prefill, then decode, with caches of B / P rows == one process with a cache of B
-    rows, for MQA, GQA, MLA and ALiBi; also the gradients without a cache. Each cache has only its
-    rows; two all-to-alls send the formula's bytes."""
+    rows, for MQA, GQA, MLA and ALiBi. Each cache has only its rows; two all-to-alls send the
+    formula's bytes."""
     got = tp_run_rows(env, case)
     tp_check_rows(env, case, got)
     P = got["P"]
@@ -26019,7 +25829,7 @@ def tp_batch_sharded_attention(env, case):
         slopes = (4 // P) * 4 * (P - 1) if case.family == "alibi" else 0
         assert kinds == [*["all_gather"] * (slopes > 0), "all_to_all", "all_to_all"]
         want = inference_parallel.batch_sharded_bytes(case.B * T, 4, dims, P, 8)
-        assert tp_sent(events) == want + slopes
+        assert sent_bytes(events) == want + slopes
 
 
 def tp_batch_sharded_lost(env, n):
@@ -26031,10 +25841,12 @@ def tp_rejects_bad_shapes(env):
     """Each mistake is a ValueError that names what is wrong."""
     attend = inference_parallel.batch_sharded_attend(M.causal_attention)
     q, x, w = torch.ones(6, 1, 1, 2), torch.ones(2, 3, 4), torch.ones(5, 4)
+    spec = M.AttentionSpec(0, 1.0)
     gather, scatter = async_tp.all_gather_matmul, async_tp.matmul_reduce_scatter
     sizes = torch.ones(8, 6), torch.ones(8, 6), torch.ones(6, 8)
     for words, call in (
-        ("6 rows .* 4 ranks", lambda: attend(M.AttentionSpec(0, 1.0), q, q, q, torch.zeros(1))),
+        ("6 rows .* 4 ranks", lambda: attend(spec, q, q, q, torch.zeros(1))),
+        ("no backward", lambda: attend(spec, q.clone().requires_grad_(), q, q, torch.zeros(1))),
         ("x must be", lambda: gather(x[0], [w])),
         ("weights must", lambda: gather(x, [])),
         ("weights must", lambda: gather(x, [w, torch.ones(5, 3)])),
@@ -26050,7 +25862,7 @@ def tp_rejects_bad_shapes(env):
 TP_WORKS |= {name: partial(tp_batch_sharded_attention, case=c) for name, c in TP_ROWS.items()}
 TP_WORKS |= {f"rows: transfer {n} is lost": partial(tp_batch_sharded_lost, n=n) for n in (1, 2)}
 TP_WORKS["bad shapes"] = tp_rejects_bad_shapes
-tp_done = on_ranks("tp_done", TP_WORKS, hang=12, setup=lambda env: setattr(env, "wire", Wire()))
+tp_done = on_ranks("tp_done", TP_WORKS, hang=12, setup=four_ranks)
 
 
 @pytest.mark.parametrize("name", TP_WORKS)
@@ -26060,42 +25872,8 @@ def test_async_tp_equals_one_process(tp_done, name):
     tp_done[name]
 
 
-def ffn_weight_gathered(env):
-    """On grids of 4 ranks: values of the dense MLP, and bytes by the formula of the layout that
-    sends fewer of them."""
-    C, width, wire = 16, 32, Wire()
-    gate, up, down = (normal(*s, dtype=torch.float64) for s in ((width, C), (width, C), (C, width)))
-    for X, Y in ((1, 4), (2, 2), (4, 1)):
-        mesh = init_device_mesh("cpu", (X, Y), mesh_dim_names=("x", "y"))
-        groups = mesh.get_group("x"), mesh.get_group("y")
-        ffn = inference_parallel.FFN2D(gate, up, down, *groups, gather_weights=True)
-        used = set()
-        for rows in (1, 3, 12, 50, 400):
-            x = normal(2, rows, C, dtype=torch.float64)
-            wire.reset()
-            with torch.no_grad():
-                close(ffn(x), F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down), 1e-9)
-            stationary = inference_parallel.ffn_bytes(2 * rows, C, width, X, Y, 8, True)
-            gathered = inference_parallel.gathered_ffn_bytes(2 * rows, C, width, 4, 8)
-            padded = inference_parallel.gathered_ffn_bytes(-(-2 * rows // 4) * 4, C, width, 4, 8)
-            used.add(stationary <= gathered)
-            ring = lambda e: (
-                e["nbytes"]
-                * (len(e["ranks"]) - 1)
-                / (len(e["ranks"]) if e["kind"] == "reduce_scatter" else 1)
-            )
-            sent = sum(map(ring, wire.of("all_gather", "reduce_scatter")))
-            assert sent == pytest.approx(stationary if stationary <= gathered else padded)
-        assert used == {True, False}
-
-
-def test_async_tp_weight_gathered_ffn(tmp_path):
-    """FFN2D with few rows and with many: the dense MLP's values, and the fewer bytes."""
-    assert run_on_ranks(tmp_path, {"ffn": ffn_weight_gathered})["ffn"] == [None] * 4
-
-
 # --------------------------------------------------------------------------------------------------
-# zero.py, on two and four ranks, against one process
+# zero.py, on four ranks and on pairs of them, against one process
 # --------------------------------------------------------------------------------------------------
 
 
@@ -26104,13 +25882,13 @@ def zero_normal(rng, *shape, dtype=torch.float64) -> nn.Parameter:
 
 
 class ZeroNet(nn.Module):
-    """Odd sizes, a tied head, a scalar, a frozen vector, a matrix that only some batches use and a
-    parameter that is never used."""
+    """Odd sizes, a tied head, a scalar in fp64, a frozen vector, a matrix that only some batches
+    use and a parameter that is never used."""
 
     def __init__(self, dtype):
         super().__init__()
         make = partial(zero_normal, seeded(1), dtype=dtype)
-        self.table, self.scale, self.frozen = make(11, 6), make(), make(6)
+        self.table, self.scale, self.frozen = make(11, 6), make(dtype=torch.float64), make(6)
         self.frozen.requires_grad_(False)
         self.up, self.bias, self.some = make(13, 6), make(13), make(7, 6)
         self.never, self.down, self.empty = make(5), make(6, 13), make(0, 3)
@@ -26131,12 +25909,9 @@ class ZeroTrain:
     stage: int = 2
     dtype: torch.dtype = torch.float64
     micro: int = 1
-    groups: bool = False
-    clip: float = 0.0
+    groups: bool = False  # of parameters, with schedules of their own; the gradient is clipped
     bucket_bytes: int = 500
     steps: int = 5
-    sgd: bool = False
-    scheduled: bool = False
     some: str = "odd ranks"
     reduce: torch.dtype | None = None
     idle: int = -1  # a rank without any backward pass
@@ -26172,26 +25947,24 @@ def zero_groups(model, case, masters=None):
     ]
 
 
-def zero_factory(case):
-    if case.sgd:
-        return partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True)
-    return partial(torch.optim.AdamW, lr=0.01, betas=(0.9, 0.95), eps=1e-4)
+ZERO_ADAM = partial(torch.optim.AdamW, lr=0.01, betas=(0.9, 0.95), eps=1e-4)
 
 
 def zero_schedule(case, step, optimizer):
-    if case.scheduled:
+    if case.groups:
         rates = 0.01 / (1 + step), 0.03 - 0.001 * step, 0.02
         for group, lr in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = lr
 
 
-def zero_reference(case):
+@cache
+def zero_one_process(case):
     """One process: mean gradients over all ranks and microbatches (zeros for unused parameters),
     accumulated in at least fp32; master weights -> weights; norms before clipping."""
     model, norms = ZeroNet(case.dtype), []
-    wide = torch.promote_types(case.dtype, torch.float32)
-    masters = {p: nn.Parameter(p.detach().to(wide)) for p in model.parameters() if p.requires_grad}
-    optimizer = zero_factory(case)(zero_groups(model, case, masters))
+    wide = lambda x: x.detach().to(torch.promote_types(x.dtype, torch.float32), copy=True)
+    masters = {p: nn.Parameter(wide(p)) for p in model.parameters() if p.requires_grad}
+    optimizer = ZERO_ADAM(zero_groups(model, case, masters))
     for step in range(case.steps):
         zero_schedule(case, step, optimizer)
         for m in masters.values():
@@ -26201,11 +25974,11 @@ def zero_reference(case):
                 zero_loss(model, case, step, rank, micro).backward()
             for p, m in masters.items():
                 if p.grad is not None:
-                    m.grad += p.grad.to(wide)
+                    m.grad += wide(p.grad)
                     p.grad = None
         norms.append(torch.stack([m.grad.norm() for m in masters.values()]).norm())
-        if case.clip:
-            nn.utils.clip_grad_norm_(masters.values(), case.clip)
+        if case.groups:
+            nn.utils.clip_grad_norm_(masters.values(), 0.05)
         optimizer.step()
         for p, m in masters.items():
             p.data.copy_(m.detach())
@@ -26213,9 +25986,24 @@ def zero_reference(case):
     return dict(weights=dict(model.state_dict()), norms=norms, state=state)
 
 
+def zero_reference(case):
+    return zero_one_process(replace(case, stage=2, bucket_bytes=500, reduce=None))
+
+
 def zero_optimizer(model, case, group=None):
     kwargs = dict(stage=case.stage, bucket_bytes=case.bucket_bytes, reduce_dtype=case.reduce)
-    return zero.DistributedOptimizer(zero_groups(model, case), zero_factory(case), group, **kwargs)
+    return zero.DistributedOptimizer(zero_groups(model, case), ZERO_ADAM, group, **kwargs)
+
+
+def zero_update(case, optimizer, group=None):
+    """An optimizer step; the norm of the gradient before clipping."""
+    square = optimizer.squared_norm()
+    dist.all_reduce(square, group=group)
+    if case.groups:
+        optimizer.scale_gradients((0.05 / (square.sqrt() + 1e-6)).clamp(max=1.0))
+    optimizer.step()
+    optimizer.zero_grad()
+    return square.sqrt()
 
 
 def zero_steps(rank, case, model, optimizer, first=0, group=None):
@@ -26227,49 +26015,32 @@ def zero_steps(rank, case, model, optimizer, first=0, group=None):
             with contextlib.nullcontext() if last else optimizer.accumulate():
                 if rank != case.idle:
                     zero_loss(model, case, step, rank, micro).backward()
-        square = optimizer.squared_norm()
-        dist.all_reduce(square, group=group)
-        norms.append(square.sqrt())
-        if case.clip:
-            optimizer.scale_gradients((case.clip / (square.sqrt() + 1e-6)).clamp(max=1.0))
-        optimizer.step()
-        optimizer.zero_grad()
+        norms.append(zero_update(case, optimizer, group))
     return norms
 
 
-def zero_error(got, want):
-    """Largest difference, relative to the largest value."""
-    assert got.shape == want.shape and got.dtype == want.dtype
-    if not want.numel():
-        return 0.0
-    return ((got - want).abs().max() / want.abs().max().clamp(min=1e-30)).item()
-
-
-def zero_close(model, want: dict, limit: float) -> None:
-    for name, w in model.state_dict().items():
-        assert zero_error(w, want[name]) <= limit, name
+def zero_close(got: dict, want: dict, limit: float) -> None:
+    for name, x in got.items():
+        assert x.dtype == want[name].dtype, name
+        assert error_of(x, want[name]) <= limit, name
 
 
 ZERO_TRAIN = {
-    f"{stage} {ranks} {name}": replace(case, stage=stage, ranks=ranks)
-    for name, case in {
-        "plain": ZeroTrain(),
-        "fp32": ZeroTrain(dtype=torch.float32),
-        "accumulated": ZeroTrain(micro=3, steps=4),
-        "groups clipped": ZeroTrain(
-            groups=True, clip=0.05, scheduled=True, micro=2, some="odd steps", steps=4
-        ),
-        "one bucket": ZeroTrain(bucket_bytes=1 << 20, some="never", steps=4),
-        "bucket each": ZeroTrain(bucket_bytes=1, sgd=True, steps=4),
-        "bf16": ZeroTrain(dtype=torch.bfloat16, micro=2, steps=4),
-    }.items()
-    for stage, ranks in ((1, 4), (2, 2), (2, 4))
-}
-ZERO_TRAIN |= {
-    "1 2 plain": ZeroTrain(stage=1),
-    "idle rank": ZeroTrain(ranks=4, idle=2, micro=2, steps=4),
-    "idle first": ZeroTrain(ranks=2, idle=0, stage=1, steps=4),
-    "reduced in bf16": ZeroTrain(dtype=torch.bfloat16, reduce=torch.bfloat16, steps=3),
+    "1 2 plain": ZeroTrain(2, 1),
+    "1 4 plain": ZeroTrain(4, 1),
+    "2 4 plain": ZeroTrain(4),
+    "2 4 fp32": ZeroTrain(4, dtype=torch.float32),
+    "1 4 accumulated": ZeroTrain(4, 1, micro=3, steps=4),
+    "2 2 accumulated": ZeroTrain(micro=3, steps=4),
+    "2 4 one bucket": ZeroTrain(4, bucket_bytes=1 << 20, some="never", steps=4),
+    "2 2 bucket each": ZeroTrain(bucket_bytes=1, steps=4),
+    "1 4 bf16": ZeroTrain(4, 1, torch.bfloat16, micro=2, steps=4),
+    "2 2 bf16": ZeroTrain(dtype=torch.bfloat16, micro=2, steps=4),
+    "2 2 reduced in bf16": ZeroTrain(dtype=torch.bfloat16, reduce=torch.bfloat16, steps=3),
+    "2 4 idle rank": ZeroTrain(4, idle=2, micro=2, steps=4),
+    "1 2 idle first": ZeroTrain(2, 1, idle=0, steps=4),
+    "1 4 groups": ZeroTrain(4, 1, micro=2, groups=True, steps=4, some="odd steps"),
+    "2 2 groups": ZeroTrain(micro=2, groups=True, steps=4, some="odd steps"),
 }
 ZERO_LIMIT = {torch.float64: 1e-12, torch.float32: 1e-6}
 
@@ -26286,12 +26057,14 @@ def test_zero_squared_norm_on_a_gpu(dtype):
     assert max(max(sizes) for _, sizes in launches.seen) <= len(grads)
 
 
-def zero_check_local_state(env, case, optimizer, names, state) -> None:
+def zero_check_local_state(case, group, optimizer, names, state) -> None:
     """What is on each rank, together, is each element of the whole state once."""
     moments = [m for m, x in next(iter(optimizer.optimizer.state.values())).items() if x.dim()]
-    local = optimizer.local_state(moments, case.steps)
-    parts = [None] * env.world
-    dist.all_gather_object(parts, {names[p]: part for p, part in local.items()})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zero, "all_gather", None)  # not collective
+        local = optimizer.local_state(moments, case.steps)
+    parts = [None] * case.ranks
+    dist.all_gather_object(parts, {names[p]: part for p, part in local.items()}, group)
     for name, whole in state.items():
         own = [part[name] for part in parts if name in part]
         found = sorted(i for elements, _ in own for i in elements)
@@ -26305,15 +26078,16 @@ def zero_train(env, case):
     """After the steps weights, norms and optimizer states equal one process's, weights on all ranks
     to the bit; bf16 weights are the rounded fp32 masters, exact on two ranks."""
     model, want = ZeroNet(case.dtype), zero_reference(case)
-    if env.rank == 1:  # rank 0's weights are broadcast
+    group, rank, _ = group_of(env, GROUPS_OF[case.ranks])
+    if rank == 1:  # rank 0's weights are broadcast
         nn.init.zeros_(model.up)
-    optimizer = zero_optimizer(model, case)
-    norms = zero_steps(env.rank, case, model, optimizer)
+    optimizer = zero_optimizer(model, case, group)
+    norms = zero_steps(rank, case, model, optimizer, group=group)
     names = {p: n for n, p in model.named_parameters()}
     state = {names[p]: s for p, s in optimizer.gather_state().items()}
-    assert bool(state) == (env.rank == 0)
-    zero_check_local_state(env, case, optimizer, names, state)
-    weights, every = dict(model.state_dict()), [None] * env.world
+    assert bool(state) == (rank == 0)
+    zero_check_local_state(case, group, optimizer, names, state)
+    weights, every = dict(model.state_dict()), [None] * 4
     dist.all_gather_object(every, weights)
     assert all(bitwise_equal(each, weights) for each in every)
     assert torch.equal(model.frozen, ZeroNet(case.dtype).frozen)
@@ -26321,55 +26095,28 @@ def zero_train(env, case):
         fewest, most = {500: (3, 9), 1: (8, 8), 1 << 20: (1, 1)}[case.bucket_bytes]
         assert fewest <= len(optimizer.buckets) <= most
         limit = ZERO_LIMIT[case.dtype]
-        zero_close(model, want["weights"], limit)
+        zero_close(weights, want["weights"], limit)
         assert all(abs(a - b) <= limit * b for a, b in zip(norms, want["norms"], strict=True))
         for name, values in state.items():
             assert values.keys() == want["state"][name].keys()
-            assert all(
-                zero_error(x, want["state"][name][k]) <= 10 * limit for k, x in values.items()
-            )
+            zero_close(values, want["state"][name], 10 * limit)
         return
-    zero_close(model, want["weights"], 1e-2 if env.world == 2 else 5e-2)
+    zero_close(weights, want["weights"], 1e-2 if case.ranks == 2 else 5e-2)
     exact = all(torch.equal(weights[name], want["weights"][name]) for name in want["state"])
-    assert not exact if case.reduce else exact or env.world > 2
+    assert not exact if case.reduce else exact or case.ranks > 2
     for name, values in state.items():
-        assert values["master"].dtype == torch.float32
-        assert torch.equal(values["master"].bfloat16(), weights[name])
-        if env.world == 2 and not case.reduce:
-            assert zero_error(values["exp_avg_sq"], want["state"][name]["exp_avg_sq"]) < 1e-5
+        wide = values.get("master", weights[name])
+        assert wide.dtype == (torch.float64 if name == "scale" else torch.float32)
+        assert torch.equal(wide.to(weights[name].dtype), weights[name])
+        if case.ranks == 2 and not case.reduce:
+            assert error_of(values["exp_avg_sq"], want["state"][name]["exp_avg_sq"]) < 1e-5
 
 
 # ---- other cases ----
 
-ZERO_OTHER: dict[str, tuple[int, Callable]] = {}  # name -> (ranks, case(env), which asserts)
-
-
-def zero_case(ranks=2, **values):
-    """The function is a case; or, with name=(values), a case for each value."""
-
-    def add(work):
-        name = work.__name__.removeprefix("zero_")
-        ZERO_OTHER[name] = ranks, work
-        for key, options in values.items():
-            del ZERO_OTHER[name]
-            for value in options:
-                ZERO_OTHER[f"{name} {value}"] = ranks, partial(work, **{key: value})
-        return work
-
-    return add
-
-
+ZERO_WORKS = {name: partial(zero_train, case=case) for name, case in ZERO_TRAIN.items()}
 ZERO_SGD = partial(torch.optim.SGD, lr=1.0)
-
-
-@zero_case(stage=(1, 2))
-def zero_lost_reduce_scatter_is_noticed(env, stage):
-    case, model, wire = ZeroTrain(stage=stage, steps=1), ZeroNet(torch.float64), env.wire
-    wire.reset(lambda e: e["kind"] == "reduce_scatter" and len(wire.of("reduce_scatter")) == 2)
-    zero_steps(env.rank, case, model, zero_optimizer(model, case))
-    wire.reset()
-    want = zero_reference(case)["weights"]
-    assert max(zero_error(x, want[name]) for name, x in model.state_dict().items()) > 1e-4
+zero_case = case_of(ZERO_WORKS)
 
 
 def zero_done_scatter(scatter, out, whole, **kwargs):
@@ -26378,7 +26125,6 @@ def zero_done_scatter(scatter, out, whole, **kwargs):
     return SimpleNamespace(wait=lambda: True, is_completed=lambda: True)
 
 
-@zero_case(stage=(1, 2, "freed"))
 def zero_reduces_during_the_backward_pass(env, stage):
     """A bucket is reduced as soon as its gradients are complete: in every microbatch in stage 2,
     only in the last in stage 1; .grad is None when other hooks run. If the backend reports a
@@ -26426,50 +26172,46 @@ def zero_reduces_during_the_backward_pass(env, stage):
     assert alive == [5, 5 + (stage == 1)]  # full gradients at the first layer
 
 
-def zero_live_storages():
-    """Storages of all tensors that Python sees: {address: bytes}, and these tensors."""
-    gc.collect()
-    tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter)]
-    storages = [t.untyped_storage() for t in tensors]
-    return {s.data_ptr(): s.nbytes() for s in storages}, tensors
-
-
 def zero_memory_equals_the_formula(env, stage, dtype):
     """Bytes allocated after a step, and after a microbatch of the next."""
-    before, kept = zero_live_storages()  # kept alive, so that no address is reused
-    model = nn.Sequential(*(nn.Linear(128, 128, dtype=dtype) for _ in range(4)))
-    kwargs = dict(stage=stage, bucket_bytes=70_000)
-    adam = partial(torch.optim.AdamW, lr=0.1)
-    optimizer = zero.DistributedOptimizer(model.parameters(), adam, **kwargs)
-    n, x = sum(p.numel() for p in model.parameters()), torch.ones(3, 128, dtype=dtype)
-    sizes = dict(weight=dtype.itemsize, state=12 if dtype != torch.float32 else 8)
-    model(x).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    for gradient in (0, 4):
-        if gradient:
-            with optimizer.accumulate():
-                model(x).sum().backward()
-        steps = 4 * len(optimizer.buckets)
-        live = sum(n for at, n in zero_live_storages()[0].items() if at not in before) - x.nbytes
-        formula = zero.state_bytes(n, env.world, stage, gradient=gradient, **sizes)
-        assert live - steps == formula, gradient
-    del kept
+    memory, x = LiveMemory(), torch.ones(3, 128, dtype=dtype)
+    with memory:
+        model = nn.Sequential(*(nn.Linear(128, 128, dtype=dtype) for _ in range(4)))
+        kwargs = dict(stage=stage, bucket_bytes=70_000)
+        adam = partial(torch.optim.AdamW, lr=0.1)
+        optimizer = zero.DistributedOptimizer(model.parameters(), adam, **kwargs)
+        sizes = dict(weight=dtype.itemsize, state=12 if dtype != torch.float32 else 8)
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for gradient in (0, 4):
+            if gradient:
+                with optimizer.accumulate():
+                    model(x).sum().backward()
+            n = sum(p.numel() for p in model.parameters())
+            formula = zero.state_bytes(n, env.world, stage, gradient=gradient, **sizes)
+            assert sum(memory.sizes()) == formula, gradient
 
 
-ZERO_OTHER |= {
-    f"memory {stage} {ranks} {dtype}": (
-        ranks,
-        partial(zero_memory_equals_the_formula, stage=stage, dtype=dtype),
-    )
-    for stage, (ranks, dtype) in product((1, 2), ((2, torch.float32), (4, torch.bfloat16)))
-}
-ZERO_BOTH = torch.float64, torch.bfloat16
+for stage in (1, 2, "freed"):
+    work = partial(zero_reduces_during_the_backward_pass, stage=stage)
+    ZERO_WORKS[f"reduces during the backward pass {stage}"] = work
+for stage, dtype in product((1, 2), (torch.float32, torch.bfloat16)):
+    work = partial(zero_memory_equals_the_formula, stage=stage, dtype=dtype)
+    ZERO_WORKS[f"memory {stage} {dtype}"] = work
 
 
-@zero_case(4, dtype=ZERO_BOTH)
-def zero_state_resumes_to_the_bit(env, dtype):
-    """3 steps, gathered state to a file, 2 more: the same uninterrupted and from the file."""
+def zero_load(path, case, group=None):
+    (weights, states), model = torch.load(path), ZeroNet(case.dtype)
+    optimizer = zero_optimizer(model, case, group)
+    model.load_state_dict(weights)
+    optimizer.load_state({model.get_parameter(n): s for n, s in states.items()})
+    return model, optimizer
+
+
+def zero_state_resumes(env, dtype):
+    """3 steps, gathered state to a file, 2 more: from the file, on as many ranks to the bit; and on
+    2 ranks, with other buckets and the other stage, where each rank takes two ranks' batches."""
     case, model = ZeroTrain(ranks=4, dtype=dtype, steps=3, micro=2, groups=True), ZeroNet(dtype)
     optimizer, more = zero_optimizer(model, case), replace(case, steps=2)
     zero_steps(env.rank, case, model, optimizer)
@@ -26480,71 +26222,34 @@ def zero_state_resumes_to_the_bit(env, dtype):
     names = {p: n for n, p in model.named_parameters()}
     states = {names[p]: s for p, s in optimizer.gather_state().items()}
     assert bool(states) == (env.rank == 0)
-    keys = ["exp_avg", "exp_avg_sq", *["master"] * (dtype == torch.bfloat16), "step"]
-    assert all(sorted(state) == keys for state in states.values())
+    for name, state in states.items():
+        master = ["master"] * (model.get_parameter(name).dtype == torch.bfloat16)
+        assert sorted(state) == ["exp_avg", "exp_avg_sq", *master, "step"]
+    path = env.folder / f"state {dtype}"
     if env.rank == 0:
-        torch.save((model.state_dict(), states), env.shared / f"state {dtype}")
+        torch.save((model.state_dict(), states), path)
     dist.barrier()
-    other, again = zero_load(env, more)
     zero_steps(env.rank, more, model, optimizer, first=3)
+    other, again = zero_load(path, more)
     zero_steps(env.rank, more, other, again, first=3)
     assert bitwise_equal(dict(model.state_dict()), dict(other.state_dict()))
-
-
-def zero_load(env, case):
-    (weights, states), model = torch.load(env.shared / f"state {case.dtype}"), ZeroNet(case.dtype)
-    optimizer = zero_optimizer(model, case)
-    model.load_state_dict(weights)
-    optimizer.load_state({model.get_parameter(n): s for n, s in states.items()})
-    return model, optimizer
-
-
-@zero_case(2, dtype=ZERO_BOTH)
-def zero_state_loads_on_fewer_ranks(env, dtype):
-    """2 more steps on 2 ranks, with other buckets and the other stage; each rank takes two ranks'
-    batches."""
-    case = ZeroTrain(ranks=4, dtype=dtype, steps=5, micro=2, groups=True)
-    model, optimizer = zero_load(env, replace(case, stage=1, bucket_bytes=300))
+    group, rank, _ = group_of(env, PAIRS_OF_RANKS)
+    fewer, optimizer = zero_load(path, replace(more, stage=1, bucket_bytes=300), group)
     for step in range(3, 5):
+        zero_schedule(case, step, optimizer)
         with optimizer.accumulate():
             for i in range(4):
-                zero_loss(model, case, step, env.rank * 2 + i // 2, i % 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    zero_close(model, zero_reference(case)["weights"], 1e-12 if dtype == torch.float64 else 2e-2)
+                zero_loss(fewer, case, step, rank * 2 + i // 2, i % 2).backward()
+        zero_update(case, optimizer, group)
+    limit = 1e-12 if dtype == torch.float64 else 2e-2
+    zero_close(fewer.state_dict(), zero_reference(replace(case, steps=5))["weights"], limit)
 
 
-@zero_case(4)
-def zero_subgroup(env):
-    """Only ranks 1 and 3 train, in a group of their own."""
-    group = dist.new_group([1, 3])
-    if env.rank % 2 == 0:
-        with pytest.raises(ValueError, match="this rank is not in the group"):
-            zero.DistributedOptimizer([nn.Parameter(torch.ones(2))], None, group)
-        return
-    case, model = ZeroTrain(ranks=2), ZeroNet(torch.float64)
-    optimizer = zero_optimizer(model, case, group)
-    zero_steps(env.rank // 2, case, model, optimizer, group=group)
-    zero_close(model, zero_reference(case)["weights"], 1e-12)
+for dtype in (torch.float64, torch.bfloat16):
+    ZERO_WORKS[f"state resumes {dtype}"] = partial(zero_state_resumes, dtype=dtype)
 
 
-@zero_case()
-def zero_equals_ddp(env):
-    case = ZeroTrain(ranks=env.world, some="odd steps")
-    model, sharded = ZeroNet(case.dtype), ZeroNet(case.dtype)
-    ddp = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
-    optimizer = zero_factory(case)([p for p in model.parameters() if p.requires_grad])
-    for step in range(case.steps):
-        tokens, targets = zero_batch(case, step, env.rank, 0)
-        for p in model.parameters():
-            p.grad = torch.zeros_like(p) if p.requires_grad else None
-        F.cross_entropy(ddp(tokens, case.uses(env.rank, step)), targets).backward()
-        optimizer.step()
-    zero_steps(env.rank, case, sharded, zero_optimizer(sharded, case))
-    zero_close(sharded, dict(model.state_dict()), 1e-12)
-
-
-@zero_case()
+@zero_case
 def zero_deleted_optimizer_is_freed(env):
     """And its hooks no longer run."""
     model = nn.Linear(3, 3)
@@ -26560,7 +26265,7 @@ def zero_deleted_optimizer_is_freed(env):
     assert ref() is None and not env.wire.events and model.weight.grad is not None
 
 
-@zero_case()
+@zero_case
 def zero_refresh_rereads_the_weights(env):
     """bf16 weights changed after construction: kept with refresh(), overwritten without."""
     for refresh in (True, False):
@@ -26574,12 +26279,12 @@ def zero_refresh_rereads_the_weights(env):
         assert (model.weight == 5).all() if refresh else not (model.weight == 5).any()
 
 
-@zero_case()
+@zero_case
 def zero_gradients_by_hand(env):
     """p.grad that no backward pass set; steps without zero_grad accumulate, as in torch."""
     p = nn.Parameter(torch.zeros(5))
     optimizer = zero.DistributedOptimizer([p], ZERO_SGD)
-    for total in (-3, -9):
+    for total in (-10, -30):
         p.grad = torch.full((5,), 1.0 + env.rank)
         optimizer.step()
         assert (p == total).all()
@@ -26587,10 +26292,10 @@ def zero_gradients_by_hand(env):
     p.grad = torch.ones(5)
     optimizer.zero_grad()  # discards the gradient
     optimizer.step()
-    assert (p == -9).all()
+    assert (p == -30).all()
 
 
-@zero_case(4)
+@zero_case
 def zero_bucket_layout(env):
     """Buckets take the last parameters first, one param group per bucket; every parameter and
     shard is aligned to 64 bytes, and keeps its values."""
@@ -26608,141 +26313,57 @@ def zero_bucket_layout(env):
     assert [len(group["params"]) for group in optimizer.param_groups] == [1, 3]
 
 
-@zero_case()
+@zero_case
 def zero_rejects_bad_calls(env):
     """Bad parameters; backward passes and steps in a wrong order; states that do not fit."""
     make = lambda params, **kwargs: zero.DistributedOptimizer(params, ZERO_SGD, **kwargs)
     p, q, tie = (nn.Parameter(torch.ones(3)) for _ in range(3))
-    tie.data = p.data
+    tie.data, other = p.data, nn.Linear(3, 3)
     meta = nn.Parameter(torch.ones(3, device="meta"))
     frozen = nn.Parameter(torch.ones(3), requires_grad=False)
-
-    def refuses(words, call, *args, **kwargs):
-        with pytest.raises(ValueError, match=re.escape(words)):
-            call(*args, **kwargs)
-
-    refuses("stage must be 1 or 2, not 3", make, [p], stage=3)
-    refuses("bucket_bytes must be more than 0", make, [p], bucket_bytes=0)
-    two = [dict(params=[p]), dict(params=[q, p])]
-    for words, params in (
-        ("nothing that requires a gradient", []),
-        ("nothing that requires a gradient", [frozen]),
-        ("a parameter (3,) is in two param groups", two),
-        ("one Parameter", [p, tie]),
-        ("plain parameters with memory", [meta]),
-        ("plain parameters with memory", [("p", p)]),
-    ):
-        refuses(words, make, params)
     model, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), torch.ones(1, 3)
-    other, backward = copy.deepcopy(model), lambda: model(x).sum().backward()
-    optimizer = make(model.parameters(), bucket_bytes=1)
-    backward()
-    refuses("but the last go into accumulate()", backward)
-    model.zero_grad()
-    refuses("finish_grad_sync() before zero_grad()", optimizer.zero_grad)
-    optimizer.finish_grad_sync()
-    refuses("but the last go into accumulate()", backward)
-    model.zero_grad()
-    optimizer.step()
-    model.to(torch.float64)
-    refuses("a parameter (3,) has left its bucket", optimizer.step)
-    optimizer, params = make(other.parameters()), list(other.parameters())
-    for words, state in (
-        ("the state of a parameter (3,) is missing", {other[0].weight: {}}),
-        ("momentum_buffer of a parameter (3,)", {p: {"momentum_buffer": x} for p in params}),
-        ("step of a parameter", {p: {"step": torch.tensor(i)} for i, p in enumerate(params)}),
+    outside = [dist.new_group([r]) for r in range(4)][env.rank - 1]
+    optimizer, loads = make(model.parameters(), bucket_bytes=1), make(other.parameters())
+    backward = lambda: model(x).sum().backward()
+    half, *states = {other.weight: {}}, {}, {}
+    for i, one in enumerate(other.parameters()):
+        states[0][one], states[1][one] = {"momentum_buffer": x}, {"step": torch.tensor(i)}
+    for words, call in (
+        ("stage must be 1 or 2, not 3", lambda: make([p], stage=3)),
+        ("bucket_bytes must be more than 0", lambda: make([p], bucket_bytes=0)),
+        ("this rank is not in the group", lambda: make([p], group=outside)),
+        ("nothing that requires a gradient", lambda: make([])),
+        ("nothing that requires a gradient", lambda: make([frozen])),
+        ("a parameter (3,) is in two", lambda: make([dict(params=[p]), dict(params=[q, p])])),
+        ("one Parameter", lambda: make([p, tie])),
+        ("plain parameters with memory", lambda: make([meta])),
+        ("plain parameters with memory", lambda: make([("p", p)])),
+        ("the state of a parameter (3,) is missing", lambda: loads.load_state(half)),
+        ("momentum_buffer of a parameter (3,)", lambda: loads.load_state(states[0])),
+        ("step of a parameter", lambda: loads.load_state(states[1])),
+        ("but the last go into accumulate()", lambda: [backward(), backward()]),
+        ("finish_grad_sync() before zero_grad()", lambda: optimizer.zero_grad()),
+        ("but the last go into accumulate()", lambda: [optimizer.finish_grad_sync(), backward()]),
+        ("a parameter (3,) has left its bucket", lambda: [model.double(), optimizer.step()]),
     ):
-        refuses(words, optimizer.load_state, state)
+        with pytest.raises(ValueError, match=re.escape(words)):
+            call()
+        model.zero_grad()
 
 
-def zero_fuzz(env, seed):
-    """Random sizes, dtypes, groups, orders of use and unused parameters, with known gradients."""
-    r, rank, ranks = random.Random(seed), env.rank, env.world
-    dtypes = r.choice([[torch.float64], [torch.float64, torch.float32], [torch.float32]])
-    rng, size = seeded(seed), lambda: r.choice([1, 2, 3, 7, 16, 40])
-    rand = lambda shape, dtype: zero_normal(rng, *shape, dtype=dtype).detach()
-    shapes = [[size() for _ in range(r.choice([0, 1, 1, 2]))] for _ in range(r.randint(1, 12))]
-    params = [nn.Parameter(rand(s, r.choice(dtypes))) for s in shapes]
-    single = [nn.Parameter(p.detach().clone()) for p in params]
-    n, micros = r.randint(1, min(3, len(params))), r.randint(1, 3)
-    of = lambda ps: [dict(params=ps[i::n], lr=0.1 / (i + 1)) for i in range(n)]
-    adam = partial(torch.optim.AdamW, eps=1e-3, weight_decay=0.1)
-    optimizer = zero.DistributedOptimizer(
-        of(params), adam, stage=r.choice([1, 2]), bucket_bytes=r.choice([1, 100, 700, 5000])
-    )
-    reference = adam(of(single))
-    for step in range(4):
-        for a in single:
-            a.grad = torch.zeros_like(a)
-        for micro in range(micros):
-            with contextlib.nullcontext() if micro == micros - 1 else optimizer.accumulate():
-                for d in range(ranks):
-                    used = [i for i in range(len(params)) if r.random() < 0.8]
-                    r.shuffle(used)
-                    for i in used:
-                        g = rand(params[i].shape, params[i].dtype)
-                        single[i].grad += g
-                        if d == rank:
-                            used[used.index(i)] = (params[i] * g).sum()
-                    terms = [u for u in used if isinstance(u, torch.Tensor)]
-                    if d == rank and terms:
-                        sum(terms[1:], terms[0].double()).backward()
-        square = optimizer.squared_norm()
-        dist.all_reduce(square)
-        want = sum(a.grad.double().square().sum() for a in single)
-        assert abs(square - want) <= 1e-5 * want
-        optimizer.step()
-        optimizer.zero_grad()
-        reference.step()
-    for a, b in zip(params, single, strict=True):
-        limit = 1e-12 if a.dtype == torch.float64 else 3e-6
-        assert zero_error(a, b) <= limit
+def zero_works(folder) -> dict[str, Callable]:
+    for case in ZERO_TRAIN.values():
+        zero_reference(case)  # which the ranks inherit
+    return ZERO_WORKS
 
 
-ZERO_FUZZ = {f"fuzz {s}": (2 + 2 * (s % 2), partial(zero_fuzz, seed=s)) for s in range(30)}
-ZERO_CASES = {
-    name: (case.ranks, partial(zero_train, case=case)) for name, case in ZERO_TRAIN.items()
-}
-ZERO_CASES |= ZERO_OTHER
+zero_done = on_ranks("zero_done", zero_works, hang=12, setup=four_ranks)
 
 
-def zero_ranks(folder, cases, limit):
-    """run_on_ranks for each number of ranks, the largest first: the others load what it saved."""
-    zero_reference(ZeroTrain(steps=1))  # torch's lazy imports happen once, before the fork
-    results = RankResults()
-
-    def setup(env):
-        env.wire, env.shared = Wire(), folder
-
-    for size in (4, 2):
-        works = {name: work for name, (ranks, work) in cases.items() if ranks == size}
-        part = run_on_ranks(folder / f"{size} ranks", works, size, limit, 12, setup)
-        results.update(part)
-        results.errors |= part.errors
-    return results
-
-
-@pytest.fixture(scope="module")
-def zero_done(tmp_path_factory):
-    return zero_ranks(tmp_path_factory.mktemp("zero"), ZERO_CASES, 200)
-
-
-@pytest.fixture(scope="module")
-def zero_fuzzed(tmp_path_factory):
-    return zero_ranks(tmp_path_factory.mktemp("zero"), ZERO_FUZZ, 300)
-
-
-@pytest.mark.parametrize("name", ZERO_CASES)
+@pytest.mark.parametrize("name", ZERO_WORKS)
 def test_zero_equals_one_process(zero_done, name):
     """Weights, states and norms equal one process's; transfers are counted, timed and lost."""
     zero_done[name]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ZERO_FUZZ)
-def test_zero_equals_one_process_fuzz(zero_fuzzed, name):
-    """The same for random sizes, dtypes, groups, orders of use and unused parameters."""
-    zero_fuzzed[name]
 
 
 def test_zero_memory_formula_equals_the_papers_table():
@@ -26828,20 +26449,6 @@ class PLDoubled(nn.Linear):
         return 2 * super().forward(x) + self.weight.sum()
 
 
-def pl_experts(x, weights, ids, w_gate_up, w_down):
-    """A loop over the experts that have rows."""
-    linear = lambda stack, rows, e: (
-        stack.linear(rows, e) if hasattr(stack, "linear") else F.linear(rows, stack[e])
-    )
-    out = torch.zeros_like(x)
-    for e in ids.unique().tolist():
-        rows, place = (ids == e).nonzero(as_tuple=True)
-        gate, up = linear(w_gate_up, x[rows], e).chunk(2, -1)
-        y = linear(w_down, F.silu(gate) * up, e) * weights[rows, place, None]
-        out = out.index_add(0, rows, y.to(out.dtype))
-    return out
-
-
 class PLPart(nn.Module):
     """An MLP with one thing of its own: a loss; one weight in three places and a strided output;
     experts; or a subclass of nn.Linear, a matrix that is none, frozen weights, an unused layer and
@@ -26859,7 +26466,7 @@ class PLPart(nn.Module):
         elif kind == "tied":
             self.down.weight, self.again = self.up.weight, self.up
         elif kind == "experts":
-            self.gate, self.experts = linear(PL_C, 4), pl_experts
+            self.gate, self.experts = linear(PL_C, 4), O.grouped_experts
             self.w_gate_up, self.w_down = matrix(4, 6, PL_C), matrix(4, PL_C, 3)
         elif kind == "odd":
             self.doubled, self.matrix = PLDoubled(PL_C, PL_C), matrix(PL_C, PL_C)
@@ -26929,10 +26536,9 @@ class PLCase:
     schedules: tuple
     p: int = 4
     steps: int = 2
-    optimizer: str | None = "sgd"  # None: gradients of all steps are accumulated
+    updated: bool = True  # or gradients of all steps are accumulated
     dtype: torch.dtype = torch.float64  # of hidden states; of weights at least fp32
     autocast: bool = False
-    checkpointed: bool = False  # inside the chunk
     recompute: bool = False  # by the Pipeline
     split: bool = True
     frozen: tuple = ()
@@ -26954,14 +26560,12 @@ class PLCase:
         if not self.autocast:
             return chunk(x)
         with torch.autocast("cpu", torch.bfloat16):
-            y = checkpoint(chunk, x, use_reentrant=False) if self.checkpointed else chunk(x)
+            y = chunk(x)
         y, *own = y if isinstance(y, tuple) else (y,)
         return (y.to(self.dtype), *own) if own else y.to(self.dtype)
 
     def optimizer_of(self, module):
         groups = [dict(params=[*module.parameters()])]
-        if self.optimizer == "adamw":
-            return torch.optim.AdamW(groups, lr=1e-2, eps=1e-3)
         return torch.optim.SGD(groups, lr=0.1, momentum=0.5, weight_decay=0.1)
 
 
@@ -27018,7 +26622,7 @@ def pl_reference(case, q):
                     pl_update(stepper)
                     past.append(copy.deepcopy(stage))
         grads.append([*map(pl_grads, stages)])
-        for stepper in steppers if case.optimizer and not delayed else ():
+        for stepper in steppers if case.updated and not delayed else ():
             pl_update(stepper)
     with torch.no_grad():
         inputs = case.data(q, case.steps)[1]
@@ -27045,6 +26649,8 @@ def pl_check(results, case):
     same = partial(pl_same, within=within, norms=case.autocast)
     for q, schedule in enumerate(case.schedules):
         mine = [got for got in results if got and got["q"] == q]
+        if schedule.name == "pipedream":
+            pl_check_versions(mine, case.p, schedule.microbatches)
         losses, grads, weights, logits = pl_reference(case, q)
         merged = lambda parts: dict(sorted((i, x) for part in parts for i, x in part.items()))
         for step, want in enumerate(losses):
@@ -27069,6 +26675,16 @@ def pl_check(results, case):
                 same(total, grads[step][stage], where=f"{where} gradient of step {step}")
             for c in copies:
                 same(chunks[c][1], weights[stage], where=where)
+
+
+def pl_check_versions(results, p, microbatches):
+    """arXiv:1806.03377, 3.3: stage s of n keeps n - s + 1 versions of its weights at most, and none
+    outlives the batch."""
+    for place, got in enumerate(results):
+        ((_, weights),) = got["chunks"].values()
+        most = (p - place) * bool(weights)
+        assert got["gone"] and got["versions"] <= min(most, microbatches)
+        assert got["versions"] == most or microbatches < 2 * p - 1
 
 
 # ---- on the ranks ----
@@ -27151,7 +26767,7 @@ def pl_check_step(env, case, pipe, own, runs):
     link = pipe.schedule, pipe.rank, env.groups[case.p], pipe.shape, case.dtype
     pl_check_wire(env.wire.events, *link)
     for c, chunk in own.items():  # one that saves nothing is not recomputed
-        again = (case.recompute or case.checkpointed) and len(chunk.parts) > 0
+        again = case.recompute and len(chunk.parts) > 0
         assert runs.count(chunk) == (1 + again) * sum(a[0] == "F" and a[2] == c for a in actions)
     noted = env.wire.of("action")
     assert [e["action"] for e in noted] == [a for *_, a in pipe.events] == actions
@@ -27209,7 +26825,7 @@ def pl_train(env, case):
         losses.append(pipe.step((*rows, PL_C), inputs, partial(pl_loss, targets), *updates))
         pl_check_step(env, case, pipe, own, runs)
         grads.append({c: pl_grads(chunk) for c, chunk in own.items()})
-        for stepper in steppers.values() if case.optimizer and not updates else ():
+        for stepper in steppers.values() if case.updated and not updates else ():
             pl_update(stepper)
     gone = all(ref.expired() for ref in versions)
     begun = {tuple(action[:3]): start for start, _, action in pipe.events}
@@ -27222,40 +26838,33 @@ def pl_train(env, case):
 # ---- every schedule ----
 
 PL_TABLE = [  # "name microbatches [chunks]" of each pipeline, and what differs from a plain case
-    ("gpipe 3", dict(optimizer="adamw", steps=3)),
-    ("1f1b 6", dict(steps=3)),
-    ("interleaved 8", dict(optimizer="adamw")),
-    ("interleaved 4 3", dict(optimizer=None)),
-    ("breadth-first 5", dict(optimizer="adamw")),
-    ("zb-h1 6", dict(optimizer="adamw", steps=3)),
+    ("gpipe 3", dict(steps=3)),
+    ("interleaved 8", {}),
+    ("interleaved 4 3", dict(updated=False)),
+    ("breadth-first 5", {}),
+    ("zb-h1 6", {}),
     ("zb-h2 3", {}),
     ("zbv 1", {}),
-    ("zbv 7", dict(optimizer="adamw")),
     ("v-half 5", {}),
     ("v-min 2", {}),
-    ("dualpipe 8", dict(optimizer=None)),
+    ("dualpipe 8", dict(updated=False)),
     ("dualpipev 9", {}),
     ("pipedream 9", {}),
     ("pipedream 2", {}),
     ("pipedream-w 6", {}),
     ("pipedream 9", dict(recompute=True, steps=1)),
     ("pipedream 5, pipedream 4", dict(p=2)),
-    ("gpipe 4, interleaved 6", dict(p=2, optimizer="adamw")),
     ("zb-h1 4, v-half 6", dict(p=2)),
-    ("dualpipe 4, zbv 6", dict(p=2, optimizer=None)),
+    ("dualpipe 4, zbv 6", dict(p=2, updated=False)),
     ("zbv 4, zb-h2 2", dict(p=3, steps=1)),
-    ("1f1b 2, v-min 2", dict(p=3, steps=1)),
     ("zb-h1 4", dict(dtype=torch.float32)),
-    ("zbv 5", dict(delay=0.006, steps=1)),
     ("zb-h1 5", dict(recompute=True)),
-    ("zbv 4", dict(recompute=True)),
     ("1f1b 3", dict(recompute=True)),
     ("zb-h1 5", dict(split=False, steps=1)),
-    ("1f1b 3", dict(optimizer=None)),
+    ("1f1b 3", dict(updated=False)),
     ("zb-h1 3", dict(frozen=(0, 2))),
     ("zbv 4, zb-h1 3", dict(p=2, autocast=True, dtype=torch.float32, steps=1)),
     ("zb-h1 5", dict(autocast=True, dtype=torch.bfloat16, steps=1)),
-    ("zb-h1 4", dict(autocast=True, checkpointed=True, dtype=torch.float32, steps=1)),
 ]
 
 
@@ -27279,13 +26888,13 @@ def pl_cases():
 
 def pl_random(seed):
     schedule = sched_random(random.Random(seed), 4)
-    optimizer = "sgd" if len(schedule.paths) == 1 else None
-    return PLCase((schedule,), steps=1, optimizer=optimizer, delay=0.003 * (seed % 2))
+    updated = len(schedule.paths) == 1
+    return PLCase((schedule,), steps=1, updated=updated, delay=0.003 * (seed % 2))
 
 
 PL_CASES = dict(pl_cases()) | {f"random {seed}": pl_random(seed) for seed in range(4)}
 PL_PARAMS = one_in(3, PL_CASES)
-PL_LOST = {f"lost {n}": replace(PL_CASES["1f1b 3 optimizer=None"], lose=n) for n in range(4)}
+PL_LOST = {f"lost {n}": replace(PL_CASES["1f1b 3 updated=False"], lose=n) for n in range(4)}
 
 
 @pytest.mark.parametrize("name", PL_PARAMS)
@@ -27302,28 +26911,11 @@ def test_pipeline_notices_a_lost_message(pl_done, name):
 
 
 def test_pipeline_cases_cover_every_schedule():
-    """All names on 4 ranks; random lists with an idle rank, two paths, neighbours on one rank."""
+    """On 4 ranks; and lists of which a rank has none, and with two paths."""
     four = [s for case in PL_CASES.values() for s in case.schedules if case.p == 4]
     assert {s.name for s in four} == {"random", *SC.SCHEDULES}
     lists = [s for s in four if s.name == "random"]
     assert not all(all(s.actions) for s in lists) and {len(s.paths) for s in lists} == {1, 2}
-    homes = ([s.chunk_to_rank[c] for c in path] for s in lists for path in s.paths)
-    assert any(a == b for ranks in homes for a, b in itertools.pairwise(ranks))
-
-
-@pytest.mark.parametrize("name", [name for name in PL_CASES if name.startswith("pipedream")])
-def test_pipeline_pipedream_keeps_few_versions(pl_done, name):
-    """arXiv:1806.03377, 3.3: stage s of n keeps n - s + 1 versions of its weights at most, and none
-    outlives the batch."""
-    case = PL_CASES[name]
-    for line in PL_LINES[case.p]:
-        for place, rank in enumerate(line):
-            got = pl_done[name][rank]
-            ((_, weights),) = got["chunks"].values()
-            most = (case.p - place) * bool(weights)
-            m = case.schedules[got["q"]].microbatches
-            assert got["gone"] and got["versions"] <= min(most, m)
-            assert got["versions"] == most or m < 2 * case.p - 1
 
 
 # ---- B and W ----
@@ -27338,7 +26930,7 @@ def test_pipeline_split_backward_leaves_the_module_unchanged():
     calls, before, weight_grads = [], dict(module.named_parameters()), PL.WeightGradStore()
     module.parts[3].register_forward_hook(lambda *_: calls.append("hook"))
     PL.split_backward_(module, weight_grads)
-    module.parts[2].experts = PL.split_experts_backward(pl_experts, weight_grads)
+    module.parts[2].experts = PL.split_experts_backward(O.grouped_experts, weight_grads)
     after = dict(module.named_parameters())
     assert list(before) == list(after) and all(p is after[name] for name, p in before.items())
     assert type(module.parts[1].doubled) is PLDoubled and isinstance(module.parts[3], nn.Linear)
@@ -27409,11 +27001,7 @@ def pl_memory(env):
     assert alive["W1.0"] == sorted(2 * loss + first)
 
 
-def test_pipeline_deferred_weight_gradients_keep_only_x_and_dy(pl_done):
-    assert pl_done["memory"] == [None] * 4  # each rank asserts
-
-
-PL_KEPT = {"1f1b 16": 10, "zb-h1 12": 10, "zbv 8": 20}  # the most sent tensors alive at once
+PL_KEPT = {"1f1b 10": 10, "zbv 6": 20}  # the most sent tensors alive at once
 
 
 def pl_kept(env, spec):
@@ -27431,11 +27019,6 @@ def pl_kept(env, spec):
     grads = (p.grad for chunk in own.values() for p in chunk.parameters())
     assert memory.sizes(*grads, *losses.values()) == [] and living() == 0
     assert len(env.wire.of("send")) >= schedule.microbatches and 0 < max(alive) <= PL_KEPT[spec]
-
-
-@pytest.mark.parametrize("spec", PL_KEPT)
-def test_pipeline_memory_is_bounded_and_freed(pl_done, spec):
-    assert pl_done[f"kept {spec}"] == [None] * 4  # each rank asserts
 
 
 # ---- generation ----
@@ -27462,11 +27045,8 @@ class PLRing:
         return torch.stack((drawn, -drawn), -1)[..., 0]
 
 
-PL_RINGS = [  # (seed, rows of each group of rows, steps)
-    (seed, rows, steps)
-    for seed, rows in enumerate(([3], [1, 2, 4, 1, 3], [2, 1], [5, 1, 1, 2]))
-    for steps in (1, 5, 0, 2)
-]
+PL_RINGS = ([3], 5), ([1, 2, 4, 1, 3], 2), ([2, 1], 0), ([5, 1, 1, 2], 5), ([4, 2], 1)
+"""(rows of each group of rows, steps)"""
 
 
 def pl_decode(env, p):
@@ -27475,7 +27055,7 @@ def pl_decode(env, p):
     up, down = env.groups[p]
     rank, rng = dist.get_rank(up), random.Random(env.rank)
     q = next(i for i, line in enumerate(PL_LINES[p]) if env.rank in line)
-    for seed, rows, steps in PL_RINGS:
+    for seed, (rows, steps) in enumerate(PL_RINGS):
         stages = [PLRing(r, p, seed + q) for r in range(p)]
         ring = PLRing(rank, p, seed + q)
 
@@ -27499,11 +27079,6 @@ def pl_decode(env, p):
             assert total.item() == p * (p + 1) / 2
 
 
-@pytest.mark.parametrize("p", (2, 4))
-def test_pipeline_decode_equals_one_process(pl_done, p):
-    pl_done[f"decode {p}"]
-
-
 def pl_decode_fails(env):
     """A stage of rank 0 fails, in the first round or in the second: the error is the stage's own,
     and nobody waits for what does not come."""
@@ -27523,10 +27098,6 @@ def pl_decode_fails(env):
             with pytest.raises(IndexError):
                 next(tokens)
         tokens.close()
-
-
-def test_pipeline_decode_that_fails_ends(pl_done):
-    assert pl_done["decode fails"] == [None] * 4  # each rank asserts
 
 
 # ---- bad input ----
@@ -27567,10 +27138,6 @@ def pl_mistakes(env):
     assert {e["shape"] for e in env.wire.of("send")} == {(1,)}, "more than the connections"
 
 
-def test_pipeline_bad_input_is_named(pl_done):
-    assert pl_done["mistakes"] == [None] * 4  # each rank asserts
-
-
 # ---- the one start of 4 processes ----
 
 
@@ -27581,11 +27148,17 @@ def pl_setup(env):
     assert all(up is not down for up, down in env.groups.values())
 
 
+PL_OTHERS = {f"kept {spec}": partial(pl_kept, spec=spec) for spec in PL_KEPT}
+PL_OTHERS |= {f"decode {p}": partial(pl_decode, p=p) for p in (2, 4)}
+PL_OTHERS |= {"memory": pl_memory, "mistakes": pl_mistakes, "decode fails": pl_decode_fails}
 PL_WORKS = {n: partial(pl_train, case=case) for n, case in (PL_CASES | PL_LOST).items()}
-PL_WORKS |= {f"kept {spec}": partial(pl_kept, spec=spec) for spec in PL_KEPT}
-PL_WORKS |= {f"decode {p}": partial(pl_decode, p=p) for p in (2, 4)}
-PL_WORKS |= {"memory": pl_memory, "mistakes": pl_mistakes, "decode fails": pl_decode_fails}
-pl_done = on_ranks("pl_done", PL_WORKS, 4, 240, 40, pl_setup, params=PL_PARAMS)
+pl_done = on_ranks("pl_done", PL_WORKS | PL_OTHERS, 4, 240, 40, pl_setup)
+
+
+@pytest.mark.parametrize("name", PL_OTHERS)
+def test_pipeline_memory_decoding_and_bad_input(pl_done, name):
+    """What is kept and how long, generation, and mistakes: each rank asserts."""
+    pl_done[name]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -34306,7 +33879,6 @@ class LayoutCase:
     dtype: str = "fp64"
     steps: int = 2
     tolerance: float | None = None
-    compiler: str = "inductor"
 
     @property
     def config(self) -> M.ModelConfig:
@@ -34328,7 +33900,7 @@ class LayoutCase:
 
     def reference(self) -> LayoutCase:
         """The same case in one process, the key of its cached result."""
-        return replace(self, layout="", micro=1, ranks=1, tolerance=None, compiler="inductor")
+        return replace(self, layout="", micro=1, ranks=1, tolerance=None)
 
     def check(self) -> None:
         L.check(self.args(), self.config, self.ranks)
@@ -34513,14 +34085,22 @@ def full_errors(layout, tensors, wanted, noise):
             yield error / noise.get(name, 1), name
 
 
-def saved_tiles(state: Any, want: dict) -> Iterator[tuple]:
-    """Of each tile of a checkpoint: weight or moment, parameter, the tile, that of want's tensor."""
-    state.updates = 1
-    for saved, sharded in state.sharded_state_dict().items():
-        key, _, name = saved.partition(".")
-        for at, tile in sharded.chunks.items():
+def check_saved(case: LayoutCase, state: Any, want: dict, check: Callable) -> Counter:
+    """Checks each tile that this rank saves of a checkpoint, without a gather of ZeRO's buckets;
+    how many elements it saves of weights and of each moment."""
+    state.updates, saved = 1, Counter()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zero, "all_gather", None)
+        sharded = state.sharded_state_dict()
+    for key, name, x in ((*of.split(".", 1), x) for of, x in sharded.items()):
+        noise = layout_rounding_noise(case, key).get(name, 1)
+        for at, tile in x.chunks.items():
             slices = tuple(slice(i, i + n) for i, n in zip(at, tile.shape, strict=True))
-            yield key, name, tile, want[key][name][slices]
+            there = want[key][name][slices]
+            check(f"saved {key}", [(shard_error(tile, there, want[key][name]) / noise, name)])
+            saved[key] += tile.numel()
+    assert saved["weight"], saved
+    return saved
 
 
 def train_case(rank: int, case: LayoutCase, folder: Path) -> dict:
@@ -34528,7 +34108,7 @@ def train_case(rank: int, case: LayoutCase, folder: Path) -> dict:
     and rows, which the parent sums over ranks."""
     want = layout_reference(case.reference())
     with pytest.MonkeyPatch.context() as patch:
-        compile_ = partialmethod(nn.Module.compile, backend=case.compiler)
+        compile_ = partialmethod(nn.Module.compile, backend="aot_eager")  # inductor takes a minute
         patch.setattr(nn.Module, "compile", compile_)
         args, layout, model, _ = layout_rank(case, rank)
     named, steps, ropes = list(model.named_parameters()), 0, set()
@@ -34558,12 +34138,7 @@ def train_case(rank: int, case: LayoutCase, folder: Path) -> dict:
     for key in MOMENTS if layout.buckets is None else ():
         moments = [(n, optimizer.state[p][key]) for n, p in named]
         check(key, shard_errors(layout, moments, want[key], layout_rounding_noise(case, key)))
-    saved = Counter()
-    for key, name, tile, there in saved_tiles(SD.TrainState(model, optimizer, layout), want):
-        noise = layout_rounding_noise(case, key).get(name, 1)
-        check(f"saved {key}", [(shard_error(tile, there, want[key][name]) / noise, name)])
-        saved[key] += tile.numel()
-    assert saved["weight"], saved
+    saved = check_saved(case, SD.TrainState(model, optimizer, layout), want, check)
     for name, b in model.named_buffers():
         check(name, [(shard_error(b, want["weight"][name], want["weight"][name]), name)])
     eight_bit = "--fp8" in case.run or "--qat" in case.run  # a router may choose another expert
@@ -34610,12 +34185,12 @@ slow sp | norms tied | --tp 4 | | micro=2
 async | biased | --tp 4 --async-tp | | micro=4
 ring | windows | --cp 4 | | micro=2
 ep | latent | --ep 2 | {Z_LOSS} --set seq_aux_loss=0.1
-zero 3 | biased | --zero 3 | | batch=8 steps=10
+zero 3 | biased | --zero 3 | | batch=8 steps=4
 tp x cp x ep | latent | --tp 2 --async-tp --cp 2 --ep 2 --zero 3 | {Z_LOSS} | micro=2
 pp | biased deep | --pp 4 |
 slow zbv | norms tied deep | --pp 4 --pp-schedule zbv | | batch=8
 slow fp32 | biased | --tp 2 --cp 2 {RECOMPUTE} | | micro=2 dtype=fp32
-slow hpz | biased | --zero 3 --set hpz_size=2 | | batch=8
+hpz | biased | --zero 3 --set hpz_size=2 | | batch=8
 slow ep by nodes | moe tied | {BY_NODES} --set ep_chunks=2 | --aux-loss 0
 slow ep by nodes cp | latent | --cp 2 {BY_NODES} --set ep_chunks=3 |
 slow ep pyramid z3 | pyramid mtp | {BY_NODES} --zero 3 | --aux-loss 0
@@ -34634,13 +34209,12 @@ slow chunks mtp | latent mtp2 tied | --tp 2 {NO_SP} --ep 2 --zero 2 {CHUNKED} | 
 slow fp32 ep | moe tied | --tp 2 --ep 2 --zero 3 | --aux-loss 0 | dtype=fp32
 slow bf16 | biased | --tp 2 --zero 3 | | batch=8 dtype=bf16
 slow bf16 async | biased | --tp 2 --async-tp --cp 2 --cp-ulysses 2 | | dtype=bf16
+buckets | biased | --zero 1 {BUCKETS} | | batch=8
 slow bf16 buckets | biased | --zero 1 {BUCKETS} | | batch=8 dtype=bf16
 slow pp_layers | biased deep | --pp 2 --cp 2 --pp-schedule interleaved --set pp_layers=1,2,3,2 |
 slow pp_recompute | norms tied | --pp 2 --set pp_recompute=0 --zero 1 | | batch=8
 slow fp8 | moe tied aligned | --zero 2 --dp-replicate 2 | {TENSORWISE} | dtype=fp32 single_micro=1
-slow inductor | biased | --compile --cp 4 --set cp_method=all-gather | | dtype=fp32
 slow ep 4 of 8 | latent | --tp 2 --cp 2 {BY_NODES} --zero 3 | {Z_LOSS} | batch=8 ranks=8
-slow pp 4 of 8 | tied deep | --pp 4 --pp-schedule dualpipe --cp 2 --zero 1 | | batch=8 ranks=8
 """
 
 
@@ -34790,7 +34364,6 @@ def layout_case(features: frozenset, turns: Counter) -> LayoutCase:
         dtype="fp32" if fp8 or compiled else "fp64",
         steps=1,  # and a validation with the new weights; LAYOUT_CORNERS have two or more
         tolerance=None if is_exact(features) else 0.25,
-        compiler="aot_eager",  # inductor takes a minute
     )
 
 
@@ -34820,7 +34393,7 @@ def test_layout_cover_has_every_pair_of_readme():
     assert len(STACKS) > 9 and all(any(s <= {*n.split(" x ")} for n in COVER) for s in STACKS)
 
 
-# ---- the transfers of a step: their number, and the step without one of them ----
+# ---- the transfers of a step ----
 
 layout_wire = cache(Wire)  # one in each process
 
@@ -34830,61 +34403,6 @@ def sent_among_several(wire: Wire) -> list[dict]:
     seen = [event for event in wire.events if len(event.get("ranks", ())) > 1]
     wire.reset()
     return seen
-
-
-def lost_case(rank: int, case: LayoutCase, folder: Path) -> dict:
-    """One step and its transfers; then the step without the last of each kind, size and group."""
-    want, wire = layout_reference(case.reference()), layout_wire()
-    _, layout, model, attend = layout_rank(case, rank)
-    rows = case.rows(0, layout)
-
-    def error():
-        model.zero_grad()
-        got = STEP.forward_backward(model, rows, case.micro, attend=attend, layout=layout)
-        named = [(n, p.grad) for n, p in model.named_parameters()]
-        worst = max(shard_errors(layout, named, want["grad"][0], {}))[0]
-        norm = layout.clip(model, 1.0).item()
-        loss, other = want["rows"][0]["loss"], want["rows"][1]["norm"]
-        errors = abs(got["loss"] / loss - 1), abs(norm / other - 1), worst
-        return max(math.inf if math.isnan(x) else x for x in errors)
-
-    wire.reset()
-    undisturbed, seen, lost = error(), sent_among_several(wire), {}
-    labels = [(event["kind"], event["numel"], len(event["ranks"])) for event in seen]
-    lose = [[*{label: i for i, label in enumerate(labels)}.values()]]
-    dist.broadcast_object_list(lose)  # sizes, and so labels, differ by a row of the vocabulary
-    for i in sorted(lose[0]):
-        wire.reset(seen[i]["number"])
-        lost[i] = error()
-    wire.reset()
-    ranks, vocabulary = layout.size("dp_shard") * layout.size("cp"), case.config.vocab_size
-    embedding = -(-vocabulary // layout.size("tp") // ranks) * case.config.dim
-    return dict(labels=labels, lost=lost, undisturbed=(undisturbed, error()), embedding=embedding)
-
-
-LOST = f"""
-slow tp          | single biased | --tp 2 {NO_SP} --cp 2 | | micro=4
-slow async, zero | single biased | --tp 2 --async-tp --cp 2 --cp-ulysses 2 --zero 3 | | micro=4
-slow all-gather  | single biased | --tp 2 --cp 2 --set cp_method=all-gather | | micro=4
-slow sp          | single biased | --tp 2 --zero 1 |
-slow zero        | biased        | --zero 3 | | batch=8
-slow 2D          | single biased | --cp 4 --cp-ulysses 2 | | micro=4
-"""
-LOST = {name: replace(case, steps=1) for name, case in layout_rows(LOST).items()}
-
-
-@pytest.mark.parametrize("name", slow_or_not(LOST))
-def test_layout_lost_transfer_is_noticed(layouts, name):
-    """The step is exact, its transfers are the same on all ranks, and losing any one makes a loss,
-    a gradient or the norm wrong by 1e-6 or more on a rank."""
-    first, *_ = results = layouts(f"lost {name}")
-    for got in results:
-        assert max(got["undisturbed"]) <= 1e-12
-        assert [label[0] for label in got["labels"]] == [label[0] for label in first["labels"]]
-    quiet = [first["labels"][i] for i in first["lost"] if max(g["lost"][i] for g in results) < 1e-6]
-    # except fully_shard's all-gather of the embedding for its backward pass, which does not use it
-    assert {label[:2] for label in quiet} <= {("all_gather", first["embedding"])}, quiet
-    assert len(first["lost"]) > 5
 
 
 def count_case(rank: int, case: LayoutCase, folder: Path) -> tuple[list, float]:
@@ -34910,8 +34428,8 @@ CROSS_ENTROPY = {"all_reduce 64": (0, 1, 0, 0), "all_reduce 128": (0, 1, 0, 0)} 
 ENDS = CROSS_ENTROPY | {"all_gather 512": (0, 1, 0, 1), "reduce_scatter 2048": (0, 1, 0, 1)}
 ONCE, TWICE, LAST = (1, 2, 0, 0), (1, 2, 1, 2), (0, 0, 1, 2)  # blocks, embedding, norm and head
 GATHER, SCATTER = "all_gather float32 of 4", "reduce_scatter float32 of 4"
-IN_TWO, SCATTER_TWO = "all_gather float32 of 2", "reduce_scatter float32 of 2"
 QUANTIZED = "--set zero_quantized=true"
+IN_TWO, SCATTER_TWO = "all_gather float32 of 2", "reduce_scatter float32 of 2"
 BOTH, ALL_GATHER = (2, 0, 2, 0), "--cp 4 --set cp_method=all-gather"
 COUNTS = {  # of each microbatch, or the same of both
     f"--tp 4 {NO_SP}": [CROSS_ENTROPY | {"all_reduce 2048": (2, 1, 2, 1)}],
@@ -34922,6 +34440,10 @@ COUNTS = {  # of each microbatch, or the same of both
     "--tp 4 --async-tp": [ENDS | {"exchange 512": (12, 0, 18, 0)}],
     "--cp 4": [{"exchange 512": (3, 0, 6, 0)}],  # K and V; and their gradients
     "--cp 4 --cp-ulysses 4": [{"all_to_all 1024": BOTH, "all_to_all 512": BOTH}],  # q and o; k, v
+    f"--tp 2 {NO_SP} --cp 2": [
+        {"all_reduce 1024": (2, 1, 2, 1), "all_reduce 32": (0, 1, 0, 0)}
+        | {"all_reduce 64": (0, 1, 0, 0), "exchange 512": (1, 0, 2, 0)}
+    ],
     ALL_GATHER: [{"all_gather 256": BOTH, "reduce_scatter 1024": (0, 0, 2, 0)}],
     "--zero 1": [{GATHER: ONCE}, {SCATTER: LAST}],
     "--zero 2": [{GATHER: ONCE, SCATTER: LAST}, {SCATTER: LAST}],
@@ -34936,7 +34458,7 @@ COUNTS = {  # of each microbatch, or the same of both
     ],
 }
 COUNT_SIZES = dict(batch=4, micro=4), dict(batch=8, micro=1)  # ZeRO: 2 microbatches
-SLOW_COUNTS = "--cp 4", ALL_GATHER, "--zero 1", "--zero 2", f"--zero 3 {QUANTIZED}", "--tp 4"
+SLOW_COUNTS = "--cp 4", ALL_GATHER, "--zero 1", "--zero 2", "--zero 3 --set hpz_size=2", "--tp 4"
 SLOW_COUNTS += "--cp 4 --cp-ulysses 4", "--zero 3 --dp-replicate 2"
 COUNTED = {"slow " * (f in SLOW_COUNTS) + f: ("three biased", f) for f in COUNTS}
 COUNTED["slow 1021 tokens"] = "1021-tokens", f"--tp 4 {NO_SP}"
@@ -34995,8 +34517,8 @@ def test_layout_breadth_first_gathers_each_chunk_once(layouts):
 
 
 def chain_case(rank: int, cases: tuple[LayoutCase, ...], folder: Path, name: str) -> Path:
-    """One run whose steps use different layouts, or none in one process; each saves its initial
-    state, the state it loaded, and the state after its step."""
+    """One run whose steps use different layouts, or none in one process. The initial weights of
+    each equal one process's to the bit; it saves the state it loaded, and that after its step."""
     for i, case in enumerate(cases):
         args, single = case.args(single=case.ranks == 1), case.ranks == 1
         env = T.DistEnv(torch.device("cpu"), "fp32", rank, case.ranks)
@@ -35009,7 +34531,13 @@ def chain_case(rank: int, cases: tuple[LayoutCase, ...], folder: Path, name: str
             out.mkdir(exist_ok=True)
             save_run(out, model, optimizer, step, args, layout)
 
-        save("start", 0)
+        if not single:
+            plain = BUILD.build_model(case.args(single=True), case.config, env, STEP.SINGLE_PROCESS)
+            plain = dict(plain.named_parameters())
+            for of, p in model.named_parameters():
+                part = torch.empty_like(p)
+                layout.copy_shard_(of, part, plain[layout.checkpoint_name(of)])
+                assert torch.equal(parallel.to_local(part), parallel.to_local(p)), of
         if i > 0:
             if not single:
                 dist.barrier()
@@ -35052,14 +34580,13 @@ CHAINS = {
 
 @pytest.mark.parametrize("name", slow_or_not(CHAINS))
 def test_layout_checkpoint_resumes_under_other_layouts_and_generates(layouts, name, tmp_path):
-    """The initial state equals one process's to the bit, the state a layout loads equals the one
-    that the layout before saved, each step equals one process's, and generate.py opens the last."""
+    """The state a layout loads equals to the bit the one that the layout before saved, each step
+    equals one process's, and generate.py opens the last."""
     cases, folder = CHAINS[name], layouts(f"chain {name}")[0]
     chain_case(0, [replace(case, layout="", ranks=1) for case in cases], tmp_path, "single")
     read = lambda where, i: SD.read_state(folder / f"{name}.{where}{i}")
     single = lambda where, i: SD.read_state(tmp_path / f"single.{where}{i}")
     for i, case in enumerate(cases):
-        assert bitwise_equal(read("start", i), single("start", 0)), case.layout
         if i:
             assert bitwise_equal(read("read", i), read("after", i - 1)), case.layout
         after, want = read("after", i), single("after", i)
@@ -35070,9 +34597,10 @@ def test_layout_checkpoint_resumes_under_other_layouts_and_generates(layouts, na
     about = SD.saved_run(folder / f"{name}.after0")[2]
     assert M.ModelConfig.from_hf(about["config"]) == cases[0].config
     out = folder / f"{name}.after{len(cases) - 1}"
-    shutil.copy(SMALL / "tokenizer.model", out)
     argv = ["--checkpoint", str(out), "--device", "cpu", "--max-new-tokens", "3", "x"]
     if case.config.vocab_size == 4096:  # as many as the tokenizer's
+        SD.export(out, out)
+        shutil.copy(SMALL / "tokenizer.model", out)
         model, _ = LOAD.load(G.parse_args(argv), torch.device("cpu"))
         for key, p in model.named_parameters():
             assert p.dtype == torch.bfloat16
@@ -35205,42 +34733,45 @@ def frozen_case(rank: int, task, folder: Path) -> None:
     assert 0 < norms[0] < 0.9 * norms[1]
 
 
-def test_fsdp_prefetch_gathers_a_block_before_the_experts_of_the_one_before(tmp_path):
-    """With prefetch the all-gathers of block 1 and of its experts are launched before the host
-    waits for the routing of block 0, without it after; gradients are bitwise equal."""
+def prefetch_case(rank: int, task, folder: Path) -> list:
+    """With prefetch and without it: the order of all-gathers, routings and backward passes, and the
+    gradients."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-    def work(env) -> list:
-        events, unshard, results = [], FSDPParamGroup.unshard, []
-        mesh = parallel.make_mesh(dp_shard=2)
+    events, unshard, results = [], FSDPParamGroup.unshard, []
 
-        def recorded(group, *args) -> None:
-            if not group.is_unsharded and group._all_gather_result is None:
-                events.append(group._module_fqn)
-            unshard(group, *args)
+    def recorded(group, *args) -> None:
+        if not group.is_unsharded and group._all_gather_result is None:
+            events.append(group._module_fqn)
+        unshard(group, *args)
 
-        def noted(i, experts, *args):
-            events.append(f"routed {i}")
-            y = experts(*args)
-            y.register_hook(lambda grad: events.append(f"backward {i}"))
-            return y
+    def noted(i, experts, *args):
+        events.append(f"routed {i}")
+        y = experts(*args)
+        y.register_hook(lambda grad: events.append(f"backward {i}"))
+        return y
 
-        FSDPParamGroup.unshard = recorded
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FSDPParamGroup, "unshard", recorded)
         for prefetch in (False, True):
             torch.manual_seed(0)
             model = M.Transformer(layout_config("moe"))
             for i, layer in enumerate(model.layers):
                 layer.mlp.experts = partial(noted, i, layer.mlp.experts)
-            parallel.apply_fsdp(model, mesh, prefetch=prefetch)
-            x = model(torch.arange(32).view(2, 16) + env.rank)
+            parallel.apply_fsdp(model, parallel.make_mesh(dp_shard=4), prefetch=prefetch)
+            x = model(torch.arange(32).view(2, 16) + rank)
             events.append("loss")
             x.square().mean().backward()
             grads = {name: p.grad.to_local() for name, p in model.named_parameters()}
             results.append((events[:], grads))
             events.clear()
-        return results
+    return results
 
-    for (late, want), (early, got) in run_on_ranks(tmp_path, {"fsdp": work}, world=2)["fsdp"]:
+
+def test_layout_prefetch_gathers_a_block_before_the_experts_of_the_one_before(layouts):
+    """With prefetch the all-gathers of block 1 and of its experts are launched before the host
+    waits for the routing of block 0, without it after; gradients are bitwise equal."""
+    for (late, want), (early, got) in layouts("prefetch"):
         experts = next(name for name in late if name.startswith("layers.1."))
         for name in ("layers.1", experts):
             assert early.index(name) < early.index("routed 0"), early
@@ -35252,27 +34783,6 @@ def test_fsdp_prefetch_gathers_a_block_before_the_experts_of_the_one_before(tmp_
         assert sorted(order, key=backward.index) == order, backward
         assert plain[0].index(first[1]) > plain[0].index("backward 1"), plain
         assert bitwise_equal(got, want)
-
-
-def test_bucketed_optimizer_is_saved_without_a_gather(tmp_path):
-    """Each rank's part of a checkpoint has its elements of the optimizer's states, once in all."""
-
-    def work(env) -> tuple[int, int]:
-        model, layout = M.Transformer(layout_config("plain")), L.ParallelDims()
-        adamw = partial(torch.optim.AdamW, lr=0.1)
-        layout.buckets = zero.DistributedOptimizer(model.parameters(), adamw)
-        model(torch.arange(32).view(2, 16)).square().mean().backward()
-        layout.buckets.step()
-        state = SD.TrainState(model, layout.buckets, layout)
-        state.updates = 1
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(zero, "all_gather", None)
-            saved = state.sharded_state_dict()
-        moments = [x.local for name, x in saved.items() if name.startswith("exp_avg")]
-        return sum(x.numel() for x in moments), 2 * sum(p.numel() for p in model.parameters())
-
-    (first, whole), (second, _) = run_on_ranks(tmp_path, {"zero": work}, world=2)["zero"]
-    assert first + second == whole and 0.45 * whole < first < 0.55 * whole
 
 
 @pytest.mark.parametrize("words", ["moe", "plain"])
@@ -35365,24 +34875,21 @@ def made_once(make):
 
 def layout_setup(env):
     """Meshes and groups of the same ranks are made once."""
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # compile in this process
     L.make_mesh = cache(parallel.make_mesh)
     L._new_group, ST.p2p_groups = made_once(L._new_group), made_once(ST.p2p_groups)
 
 
 LAYOUT_TASKS = {name: (train_case, case) for name, case in LAYOUT_CASES.items()}
-LAYOUT_TASKS |= {f"lost {name}": (lost_case, case) for name, case in LOST.items()}
 LAYOUT_TASKS |= {f"count {name}": (count_case, case) for name, case in COUNTED.items()}
 LAYOUT_TASKS |= {f"gathers {key}": (gathers_case, case) for key, case in GATHERED.items()}
 LAYOUT_TASKS |= {f"chain {name}": (chain_case, cases, name) for name, cases in CHAINS.items()}
 LAYOUT_TASKS |= {"mesh errors": (mesh_errors_case, None), "frozen": (frozen_case, None)}
+LAYOUT_TASKS["prefetch"] = prefetch_case, None
 
 
-def layout_group(name: str) -> tuple[bool, bool, int]:
-    """Which processes run a task: (whether it is slow, whether it compiles, ranks)."""
-    task = LAYOUT_TASKS[name][1]
-    compiles = "--compile" in getattr(task, "layout", "")
-    return "slow" in name, compiles, getattr(task, "ranks", 4)
+def layout_group(name: str) -> tuple[bool, int]:
+    """Which processes run a task: (whether it is slow, ranks)."""
+    return "slow" in name, getattr(LAYOUT_TASKS[name][1], "ranks", 4)
 
 
 @pytest.fixture(scope="module")
@@ -35399,14 +34906,11 @@ def layouts(tmp_path_factory):
         works = {}
         for name in [name for name in LAYOUT_TASKS if layout_group(name) == group]:
             work, task, *_ = LAYOUT_TASKS[name]
-            for dtype in {task.dtype, "fp64"} if work in (train_case, lost_case) else ():
+            for dtype in {task.dtype, "fp64"} if work is train_case else ():
                 layout_reference(replace(task.reference(), dtype=dtype))
             works[name] = lambda env, task=LAYOUT_TASKS[name]: run_task(env, *task)
-        folder, (slow, compiles, world) = tmp_path_factory.mktemp("layouts"), group
-        if compiles and not has_compiler():
-            pytest.skip("torch.compile on a CPU needs a C++ compiler")
-        hang = 200 if compiles else 60
-        return run_on_ranks(folder, works, world, 900 if slow else 200, hang, layout_setup)
+        folder, (slow, world) = tmp_path_factory.mktemp("layouts"), group
+        return run_on_ranks(folder, works, world, 900 if slow else 200, 60, layout_setup)
 
     return lambda name: results(layout_group(name))[name]
 
@@ -35469,24 +34973,20 @@ pyramid      | 2 | pyramid | --dtype fp32 --ep 2
 tp           | 2 | dense | --dtype fp32 --tp 2
 tp no sp     | 2 | dense | --dtype fp32 --tp 2 --set sequence_parallel=false
 zero 0       | 2 | dense | --dtype bf16 --zero 0
-zero 1       | 2 | dense | --dtype bf16 --zero 1 --batch-size 8
 zero 2       | 2 | dense | --dtype bf16 --zero 2 --batch-size 8
 zero 3       | 2 | dense | --dtype fp32 --zero 3
 ring         | 4 | dense | --dtype fp32 --cp 4
 ep by nodes  | 4 | moe   | --dtype fp32 --ep 4 --set ep_node_size=2
 ep int8      | 4 | moe   | --dtype fp32 --ep 4 --set ep_node_size=2 --set ep_quantized=int8
 tp x ep      | 4 | moe   | --dtype fp32 --tp 2 --ep 2 --recompute full
-slow lora       | 1 | dense  | --dtype fp32 --lora 4 --init INIT
-slow lora zero  | 2 | dense  | --dtype bf16 --lora 4 --init INIT --zero 3
-slow backward   | 1 | dense  | --dtype fp32 {IN_BACKWARD}
+slow zero 1     | 2 | dense  | --dtype bf16 --zero 1 --batch-size 8
+slow lora zero  | 2 | dense  | --dtype bf16 --lora 4 --zero 3
 slow backward 3 | 2 | dense  | --dtype fp32 {IN_BACKWARD} --zero 3 --recompute full
-slow async tp   | 2 | tied   | --dtype fp32 --tp 2 --async-tp
+slow async tp   | 4 | tied   | --dtype bf16 --tp 2 --async-tp --zero 3 --batch-size 8
 slow kv copies  | 4 | dense  | --dtype fp32 --tp 4
 slow hsdp       | 4 | dense  | --dtype bf16 --zero 3 --dp-replicate 2
-slow striped    | 2 | dense  | --dtype bf16 --cp 2 --set cp_method=striped --zero 3
 slow all-gather | 2 | dense  | --dtype fp32 --cp 2 --set cp_method=all-gather
 slow ulysses    | 4 | dense  | --dtype fp32 --cp 4 --cp-ulysses 2
-slow tp zero 3  | 4 | tied   | --dtype bf16 --tp 2 --zero 3 --batch-size 8
 slow ep chunks  | 4 | moe    | --dtype fp32 --ep 4 --set ep_chunks=2 --zero 3
 slow routed     | 4 | routed | --dtype bf16 --ep 4 --zero 2 --seq-len 64
 """
@@ -35497,8 +34997,8 @@ DRY_RUNS = {name: (int(ranks), *rest) for name, ranks, *rest in DRY_RUNS}
 def dry_args(folder, model, flags, *more):
     """Sequences of 24 tokens, microbatches of 2: a multiple of the 6 pairs of 4 experts."""
     sizes = "" if "--seq-len" in flags else " --seq-len 24"
-    flags = flags.replace("INIT", f"{folder}/init")
-    args = T.parse_args([*f"--model {folder}/{model}.json {flags}{sizes}".split(), *more])
+    start = f"--init {folder}/init" if "--lora" in flags else f"--model {folder}/{model}.json"
+    args = T.parse_args([*f"{start} {flags}{sizes}".split(), *more])
     config = BUILD.model_config(args)
     T.check_experts(args, config)
     return args, config
@@ -35585,55 +35085,43 @@ DRY_PARAMETERS = 2 * 96 * 48 + 48 + 2 * (2 * 48 + 2 * 48 * 48 + 2 * 48 * 24 + 3 
 DRY_ELEMENTS = 2 * 24 * 48
 
 
-def test_dry_run_tp_bytes_equal_the_formula(dry_results):
-    """--tp 2, 2 layers: an all-reduce of B * T * C for attention and for feed-forward, forward and
+def test_dry_run_bytes_sent_equal_the_formula(dry_results):
+    """Of every kind of transfer, on rank 0 of the real step, in fp32.
+
+    --tp 2, 2 layers: an all-reduce of B * T * C for attention and for feed-forward, forward and
     backward, one for the embedding and one for the head; with sequence parallelism a reduce-scatter
-    and an all-gather for each, and two more per layer that gather the inputs again."""
-    tp, sp = (dry_results(name)[1] for name in ("tp no sp", "tp"))
+    and an all-gather for each, and two more per layer that gather the inputs again. --cp 4: K and V
+    are sent 3 times in forward and backward, their gradients 3 times. 4 experts on 4 ranks in 2
+    nodes: a token is sent to 5/6 of the nodes and from there to 3/5 of 2 ranks, as C numbers, ids
+    and weights; C numbers return; gradients take the same paths."""
+    names = "tp no sp", "tp", "ring", "ep by nodes", "ep int8"
+    plain, sp, ring, *experts = (dry_results(name)[1] for name in names)
     # cross-entropy: maxima, then sums and targets' logits; token count, losses and norm
     others = [4 * 48, 4 * 2 * 48, 8, 4 * 3, 4]
     of = [4 * DRY_ELEMENTS] * (4 * 2 + 2)
-    assert tp["sent"] == {("tp", "all-reduce"): (len(of + others), sum(of + others))}
+    assert plain["sent"] == {("tp", "all-reduce"): (len(of + others), sum(of + others))}
     norms = 4 * 5 * 48  # gradients of the norms, in one all-reduce
-    half = (10, 10 * 4 * DRY_ELEMENTS // 2)
-    sums = (6, sum(others) + norms)
-    gathers = (14, 14 * 4 * DRY_ELEMENTS // 2)
-    kinds = {"reduce-scatter": half, "all-gather": gathers, "all-reduce": sums}
+    kinds = {"reduce-scatter": (10, 10 * 4 * DRY_ELEMENTS // 2)}
+    kinds |= {"all-gather": (14, 14 * 4 * DRY_ELEMENTS // 2)}
+    kinds |= {"all-reduce": (6, sum(others) + norms)}
     assert sp["sent"] == {("tp", kind): sent for kind, sent in kinds.items()}
     # norms and the inputs of attention and MLP are sharded
-    assert tp["activations"] - sp["activations"] > 2 * 4 * 4 * DRY_ELEMENTS // 2
-
-
-def test_dry_run_zero_bytes_equal_the_formula(dry_results):
-    """2 ranks: ZeRO 3 all-gathers the parameters twice and reduce-scatters the gradients once; 1
-    and 2 all-gather once; 2 reduce-scatters in each of 2 microbatches. Gradients and optimizer
-    states per rank are halves."""
-    n, tensors, groups = DRY_PARAMETERS, 21, 4
-    zero = [dry_results(f"zero {stage}")[1] for stage in range(4)]
-    assert zero[3]["sent"]["fsdp", "all-reduce"][0] == 3  # tokens, losses, norm
-    for stage, costs in enumerate(zero):
-        own = n // (2 if stage else 1)
-        sizes = [costs[name] for name in ("parameters", "gradients", "optimizer")]
-        assert sizes == [4 * own, 4 * own, 8 * own + 4 * tensors], stage
-        assert costs["gathered"] == (0, 2 * n, 2 * n, 0)[stage]  # in bf16
-    assert zero[0]["sent"] == {("fsdp", "all-reduce"): (1 + 3, 4 * n + 24)}  # one bucket
-    for stage, gathers, size, reductions in ((1, 1, 2, 1), (2, 1, 2, 2), (3, 2, 4, 1)):
-        half, head = size * n // 2, size * (96 + 1) * 48 // 2
-        again = gathers * groups + 1, gathers * half + head  # FSDP gathers the head again
-        sent = zero[stage]["sent"]
-        assert sent["fsdp", "all-gather"] in ((gathers * groups, gathers * half), again)
-        assert sent["fsdp", "reduce-scatter"] == (reductions * groups, reductions * 2 * n)
-
-
-def test_dry_run_cp_and_ep_bytes_equal_the_formula(dry_results):
-    """--cp 4: K and V are sent 3 times in forward and backward, their gradients 3 times. 4 experts
-    on 4 ranks in 2 nodes: a token is sent to 5/6 of the nodes and from there to 3/5 of 2 ranks, as
-    C numbers, ids and weights; C numbers return; gradients take the same paths."""
-    sent = dry_results("ring")[1]["sent"]
-    assert sent["cp", "send"] == (2 * 18, 2 * 18 * 2 * (24 // 4) * 24 * 4)
-    for name, width in (("ep by nodes", 4 * 48), ("ep int8", 48 + 4)):
+    assert plain["activations"] - sp["activations"] > 2 * 4 * 4 * DRY_ELEMENTS // 2
+    assert ring["sent"]["cp", "send"] == (2 * 18, 2 * 18 * 2 * (24 // 4) * 24 * 4)
+    for costs, width in zip(experts, (4 * 48, 48 + 4), strict=True):
         hops = [8 + rows * (4 * width + 8 * 2 + 2 * 4 * 2) for rows in (40, 48)]
-        assert dry_results(name)[1]["sent"]["ep", "all-to-all"] == (2 * 2 * 8, 2 * sum(hops))
+        assert costs["sent"]["ep", "all-to-all"] == (2 * 2 * 8, 2 * sum(hops))
+
+
+@pytest.mark.parametrize("name", slow_or_not(["zero 0", "slow zero 1", "zero 2", "zero 3"]))
+def test_dry_run_zero_memory_equals_the_formula(dry_results, name):
+    """2 ranks: gradients and optimizer states per rank are halves, in stage 3 (in fp32; the others
+    in bf16) the parameters too, in 1 and 2 beside gathered ones."""
+    stage, n, tensors = int(name[-1]), DRY_PARAMETERS, 21
+    costs, own = dry_results(name)[1], n // (2 if stage else 1)
+    sizes = [costs[name] for name in ("parameters", "gradients", "optimizer")]
+    assert sizes == [4 * own, 4 * own, 8 * own + 4 * tensors]
+    assert costs["gathered"] == (0, 2 * n, 2 * n, 0)[stage]
 
 
 def test_dry_run_activations_equal_the_formula(dry_results):
@@ -35808,40 +35296,46 @@ def dl_collectives(env):
     )
 
 
-DL_HOWS = ("", "hpz", "quantized", "quantized hpz", "bf16", "bf16 quantized hpz")
+DL_HOWS = ("", "quantized", "quantized hpz")
 
 
 def dl_sharded(env, how):
-    """Two steps of three sharded layers: losses, gradients and weights, and the transfers of the
-    second step."""
+    """Two steps of three sharded layers: losses, gradients and weights."""
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
-    half = torch.bfloat16 if "bf16" in how else None
-    policy = MixedPrecisionPolicy(half, half, cast_forward_inputs=False)
-    after, nodes = (2, env.nodes) if "hpz" in how else (True, None)
-    mesh = init_device_mesh("cpu", (4,))
+    after, nodes, mesh = True, None, init_device_mesh("cpu", (4,))
+    if "hpz" in how:
+        after, nodes = 2, env.nodes
     for layer in (*net, net):
-        fully_shard(layer, mesh=mesh, reshard_after_forward=after, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=after)
     for layer in net:
-        if "quantized" in how:
-            plain = 2 if "hpz" in how else 1
-            layer.set_custom_all_gather(QC.QuantizedAllGather(unquantized_group_size=plain))
+        if how:
+            layer.set_custom_all_gather(QC.QuantizedAllGather(unquantized_group_size=int(after)))
             layer.set_custom_reduce_scatter(QC.QuantizedReduceScatter(nodes=nodes))
         layer.set_gradient_divide_factor(1.0)
         layer.set_force_sum_reduction_for_comms(True)
     sgd, losses = torch.optim.SGD(net.parameters(), lr=0.05), []
     for _ in range(2):
-        env.wire.reset()
-        x = torch.randn(8, 64, generator=seeded(env.rank))
-        loss = net(x.to(half or x.dtype)).float().square().mean()
+        loss = net(torch.randn(8, 64, generator=seeded(env.rank))).square().mean()
         loss.backward()
-        sent = env.wire.of("all_gather", "reduce_scatter", "all_to_all")
         losses.append(loss.item())
         grads = [p.grad.full_tensor() for p in net.parameters()]
         sgd.step()
         sgd.zero_grad()
-    weights = [p.full_tensor().detach() for p in net.parameters()]
-    return SimpleNamespace(losses=losses, grads=grads, weights=weights, sent=sent)
+    return losses, grads, [p.full_tensor().detach() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("how", DL_HOWS[1:])
+def test_quantized_collectives_in_fully_shard_stay_close(dl_done, how):
+    """Not equal, and near: losses, gradients and weights; weights on all ranks the same."""
+    results = dl_done[f"sharded {how}"]
+    for plain, got in zip(dl_done["sharded "], results, strict=True):
+        for a, b in zip(plain[0], got[0], strict=True):
+            assert 0 < abs(a - b) < 0.02 * a
+        for x, y in zip(plain[1], got[1], strict=True):
+            assert 1e-3 < relative(y, x) < 0.2
+        for x, y, first in zip(plain[2], got[2], results[0][2], strict=True):
+            assert torch.equal(y, first) and relative(y, x) < 0.02
 
 
 def test_quantized_collectives_all_gather_gives_all_ranks_the_same_values(dl_done):
@@ -35896,53 +35390,6 @@ def test_quantized_collectives_bytes_equal_the_formula(dl_done):
         assert [(nbytes, len(ranks)) for nbytes, ranks in got.sent] == sizes
 
 
-def test_quantized_collectives_hpz_is_exact(dl_done):
-    """Secondary shards in the node: losses, gradients and weights of ZeRO-3, bit for bit."""
-    for plain, hpz in zip(dl_done["sharded "], dl_done["sharded hpz"], strict=True):
-        assert plain.losses == hpz.losses
-        assert all(map(torch.equal, plain.grads + plain.weights, hpz.grads + hpz.weights))
-
-
-@pytest.mark.parametrize("how", ["quantized", "quantized hpz"])
-def test_quantized_collectives_in_fully_shard_stay_close(dl_done, how):
-    """Not equal, and near: losses, gradients and weights; weights on all ranks the same."""
-    ranks = dl_done[f"sharded {how}"]
-    for plain, got in zip(dl_done["sharded "], ranks, strict=True):
-        for a, b in zip(plain.losses, got.losses, strict=True):
-            assert 0 < abs(a - b) < 0.02 * a
-        for x, y in zip(plain.grads, got.grads, strict=True):
-            assert 1e-3 < relative(y, x) < 0.2
-        for x, y, first in zip(plain.weights, got.weights, ranks[0].weights, strict=True):
-            assert torch.equal(y, first) and relative(y, x) < 0.02
-
-
-def dl_border(sent, rank):
-    """What each node of two ranks sends to the other, from one rank's transfers: of rings over
-    both, what one rank sends; of all-to-alls, this rank's part"""
-    ring = pairs = 0
-    for event in sent:
-        n, across = len(event["ranks"]), sum(r // 2 != rank // 2 for r in event["ranks"])
-        if across and event["kind"] == "all_to_all":
-            pairs += event["nbytes"] * across // n
-        elif across:
-            ring += event["nbytes"] * (n - 1) // (n if event["kind"] == "reduce_scatter" else 1)
-    return ring + 2 * pairs
-
-
-def test_quantized_collectives_send_a_quarter_of_zero_3_between_nodes(dl_done):
-    """Counted in a step: three bf16 collectives over both nodes; then one int8 gather, none in the
-    backward pass, int4 in two hops."""
-    n, counts = 3 * 64 * 64, []
-    for how in ("bf16", "bf16 quantized hpz"):
-        first, *others = (dl_border(got.sent, r) for r, got in enumerate(dl_done[f"sharded {how}"]))
-        assert others == [first] * 3
-        counts.append(first)
-    assert counts == [3 * x for x in QC.inter_node_bytes(64 * 64, 4, 2)]
-    assert counts[0] == 3 * 3 * 2 * n // 4 and counts[0] > 4 * counts[1]
-    kinds = Counter(event["kind"] for event in dl_done["sharded bf16 quantized hpz"][0].sent)
-    assert kinds == {"all_gather": 6, "all_to_all": 6}  # of three layers, two ways and two hops
-
-
 # ---- DiLoCo over a process group ----
 
 
@@ -35990,74 +35437,44 @@ def dl_close(got, want, bound=1e-12):
 
 DL_OUTER = [  # rounds, steps in each, settings
     (2, 3, dict(lr=1.0, momentum=0.0)),  # local SGD: the mean of the workers' weights
+    (3, 1, dict(lr=1.0, momentum=0.0)),
     (4, 2, dict(lr=0.7, momentum=0.9)),
     (4, 2, dict(lr=0.7, momentum=0.9, nesterov=False)),
 ]
 
 
 def dl_outer(env, rounds, every, how, save_at=None):
-    """The weights after each round; after step save_at the optimizer is built anew from its
-    state."""
-    params, history = dl_params(), []
+    """The weights after each round, whose bytes are counted; after step save_at the optimizer is
+    built anew from its state."""
+    params, history, counted = dl_params(), [], DLCounted()
     settings = dict(every=every, dtype=torch.float64, **how)
-    outer = DL.DiLoCo(params, DL.process_group_exchange(), **settings)
+    outer = DL.DiLoCo(params, DL.process_group_exchange(counted), **settings)
     for step in range(rounds * every):
         for p in params:
             p.sub_(dl_moves(env.rank, step, p))
-        if outer.step() is not None:
+        counted.sent = 0
+        done = outer.step()
+        assert (done is not None) == ((step + 1) % every == 0)
+        if done is not None:
             history.append([p.clone() for p in params])
+            assert counted.sent == done.bytes_sent == 3 * (8 * 4 + 2 * 8 * -(-39 // 4))
         if step == save_at:
             state = copy.deepcopy(outer.state_dict())
-            outer = DL.DiLoCo(params, DL.process_group_exchange(), **settings)
+            outer = DL.DiLoCo(params, DL.process_group_exchange(counted), **settings)
             outer.load_state_dict(state)
     return history
 
 
 def test_diloco_outer_step_equals_torch_sgd(dl_done):
-    """Local SGD, Nesterov and plain momentum equal torch.optim.SGD on the mean move; the same bits
-    after a checkpoint."""
+    """Local SGD, Nesterov and plain momentum equal torch.optim.SGD on the mean move, as does data
+    parallelism with a round a step; the same bits after a checkpoint. A rank sends to 3 others a
+    table of a weight and three maxima, and slices of 39 values twice."""
     for i, (rounds, every, how) in enumerate(DL_OUTER):
         want = dl_replayed([range(4)] * rounds, every, **how)
         for got in dl_done[f"outer {i}"]:
             dl_close(got, want)
-    for got, whole in zip(dl_done["resumed"], dl_done["outer 1"], strict=True):
+    for got, whole in zip(dl_done["resumed"], dl_done["outer 2"], strict=True):
         dl_close(got, whole, 0)
-
-
-def dl_data(rank):
-    return torch.randn(16, 6, dtype=torch.float64, generator=seeded(rank))
-
-
-def dl_sgd(env, every):
-    """Regression by SGD: weights, losses, bytes counted, bytes said"""
-    w, counted = torch.zeros(6, dtype=torch.float64, requires_grad=True), DLCounted()
-    inner, losses, said = torch.optim.SGD([w], lr=0.05), [], 0
-    settings = dict(every=every, lr=1.0, momentum=0.0, dtype=torch.float64)
-    outer = DL.DiLoCo([w], DL.process_group_exchange(counted), **settings)
-    for _ in range(40):
-        loss = (dl_data(env.rank) @ (w - 1)).square().mean()
-        loss.backward()
-        inner.step()
-        inner.zero_grad()
-        done = outer.step()
-        losses.append(loss.item())
-        said += done.bytes_sent if done else 0
-    return w.detach().clone(), losses, counted.sent, said
-
-
-def test_diloco_h_1_of_sgd_is_data_parallelism_and_bytes_fall_by_h(dl_done):
-    """Weights == SGD on all rows, fp64; H = 5 sends a fifth, counted; its loss falls too."""
-    w = torch.zeros(6, dtype=torch.float64, requires_grad=True)
-    inner, rows = torch.optim.SGD([w], lr=0.05), torch.cat([dl_data(r) for r in range(4)])
-    for _ in range(40):
-        inner.zero_grad()
-        (rows @ (w - 1)).square().mean().backward()
-        inner.step()
-    round_ = 3 * (2 * 8 + 2 * -(-6 // 4) * 8)  # to 3 ranks: a table of two, slices of two, twice
-    for one, five in zip(dl_done["sgd 1"], dl_done["sgd 5"], strict=True):
-        assert (one[0] - w).abs().max() <= 1e-12
-        assert one[2:] == (40 * round_, 40 * round_) and five[2:] == (8 * round_, 8 * round_)
-        assert one[1][-1] < 0.1 * one[1][0] and five[1][-1] < 0.15 * five[1][0]
 
 
 DL_SIZES = [50, 333, 70, 9]
@@ -36102,13 +35519,12 @@ def test_diloco_workers_of_several_ranks_exchange_their_shards(dl_done):
     assert all((got - want).abs().max() < 1e-12 for got in dl_done["islands"])
 
 
-DL_WORKS = {"collectives": dl_collectives, "half": dl_half}
+DL_WORKS = {"collectives": dl_collectives, "half": dl_half, "islands": dl_islands}
 DL_WORKS |= {f"sharded {how}": partial(dl_sharded, how=how) for how in DL_HOWS}
 DL_WORKS |= {
     f"outer {i}": lambda env, case=case: dl_outer(env, *case) for i, case in enumerate(DL_OUTER)
 }
-DL_WORKS |= {"resumed": lambda env: dl_outer(env, *DL_OUTER[1], save_at=4), "islands": dl_islands}
-DL_WORKS |= {f"sgd {every}": partial(dl_sgd, every=every) for every in (1, 5)}
+DL_WORKS |= {"resumed": lambda env: dl_outer(env, *DL_OUTER[2], save_at=4)}
 dl_done = on_ranks("dl_done", DL_WORKS, setup=dl_setup)
 
 # ---- workers that come and go ----
@@ -36230,7 +35646,9 @@ def dl_elastic(tmp_path_factory):
 @pytest.mark.parametrize("trouble", DL_TROUBLES)
 def test_diloco_workers_continue_without_a_lost_worker_and_readmit_it(dl_elastic, trouble):
     """Whoever met in a round has the same bits; these are the weights that the round's workers make
-    with no one's share half in; who was away comes back with all of it."""
+    with no one's share half in; who was away comes back with all of it. A result that one worker
+    misses is discarded by all, once. One that died before, whose beats are old, is not waited for
+    in the meetings of rounds 2 and 3; one that lives and is not there is, once."""
     rows, met, has = dl_elastic[trouble], {}, {}
     for number, workers, weights, *_ in itertools.chain(*rows.values()):
         assert met.setdefault(number, workers) == workers, number
@@ -36243,25 +35661,15 @@ def test_diloco_workers_continue_without_a_lost_worker_and_readmit_it(dl_elastic
     assert members[2] == (all_ if trouble.startswith("fails") else [0, 1, 2])
     late = rows.get("again", rows.get("3"))
     assert [number for number, *_ in late][-2:] == [DL_ROUNDS - 2, DL_ROUNDS - 1]
-
-
-@pytest.mark.slow
-def test_diloco_result_missing_on_one_worker_is_discarded_by_all(dl_elastic):
-    """One that fails after a reduction in which all others did not: the turn is taken again by all,
-    and once."""
-    tries = {name: told[-1][3] for name, told in dl_elastic["fails with the result"].items()}
-    assert set(tries.values()) == {DL_ROUNDS + 1}
-    died = dl_elastic["dies with the result"]
-    assert died["0"][-1][3] > DL_ROUNDS  # survivors had the whole result, and left it
-
-
-@pytest.mark.slow
-def test_diloco_dead_workers_are_skipped_and_slow_ones_awaited_once(dl_elastic):
-    """Seconds in the meetings of rounds 2 and 3: of one that died before, whose beats are old;
-    and of one that lives and is not there."""
-    died, slept = ([row[4] for row in dl_elastic[what]["0"]][2:4] for what in DL_TROUBLES[::4])
-    assert max(died) < 0.5 * DL_WAIT
-    assert slept[0] > 0.9 * DL_WAIT and slept[1] < 0.5 * DL_WAIT
+    tries, seconds = {told[-1][3] for told in rows.values()}, [row[4] for row in rows["0"]][2:4]
+    if trouble == "fails with the result":
+        assert tries == {DL_ROUNDS + 1}
+    if trouble == "dies with the result":
+        assert rows["0"][-1][3] > DL_ROUNDS  # survivors had the whole result, and left it
+    if trouble == "dies in a step":
+        assert max(seconds) < 0.5 * DL_WAIT
+    if trouble == "sleeps":
+        assert seconds[0] > 0.9 * DL_WAIT and seconds[1] < 0.5 * DL_WAIT
 
 
 def dl_alone(at, worker=0, n=1, about=None, **how):
@@ -36299,19 +35707,26 @@ def test_diloco_workers_refuse_other_settings_and_unknown_runs(tmp_path):
     fourth.close()
 
 
+def dl_serve(at, log):
+    sys.argv, sys.stdout = ["diloco.py", "--serve", at], open(log, "w", buffering=1)
+    DL.main()
+
+
 def test_diloco_workers_rendezvous_at_an_external_store(tmp_path):
     """HOST:PORT of diloco.py --serve: two workers, and the store outlives both."""
-    at = f"127.0.0.1:{free_port()}"
-    argv = [sys.executable, "parallelism/diloco.py", "--serve", at]
-    serve = subprocess.Popen(argv, cwd=REPO, env=ENV, stdout=subprocess.PIPE, text=True)
+    at, log = f"127.0.0.1:{free_port()}", tmp_path / "log"
+    serve = multiprocessing.get_context("fork").Process(target=dl_serve, args=(at, log))
+    serve.start()
     try:
-        assert at in serve.stdout.readline()
+        while not log.exists() or at not in log.read_text():
+            time.sleep(0.01)
+            assert serve.exitcode is None
         told = [str(tmp_path / f"{i}.rows") for i in range(2)]
         assert dl_codes([dl_fork(i, at, 2, None, told[i], 2) for i in range(2)], 20) == [0, 0]
         a, b = (torch.load(path, weights_only=False) for path in told)
         assert [row[:2] for row in a] == [(0, [0, 1]), (1, [0, 1])]
         assert all(map(torch.equal, a[-1][2], b[-1][2]))
-        assert serve.poll() is None
+        assert serve.exitcode is None
         with pytest.raises(ValueError, match=f"--serve {at}: .*in use"):
             DL.serve_store(at)
     finally:
@@ -36326,11 +35741,10 @@ REFUSED |= {
 }
 
 
-@pytest.mark.parametrize("address", ["", "x", ":1", "localhost:", "localhost:99999"])
-def test_diloco_serve_rejects_bad_addresses(address, monkeypatch):
+def test_diloco_serve_rejects_a_bad_address(monkeypatch):
     """One line that names the address, no traceback."""
-    monkeypatch.setattr(sys, "argv", ["diloco.py", "--serve", address])
-    with pytest.raises(SystemExit, match=f"^diloco.py: .*{address}: .*(HOST:PORT|port)[^\n]*$"):
+    monkeypatch.setattr(sys, "argv", ["diloco.py", "--serve", "localhost:99999"])
+    with pytest.raises(SystemExit, match="^diloco.py: localhost:99999: the port [^\n]*$"):
         DL.main()
 
 
@@ -36346,6 +35760,14 @@ def dl_argv(corpus, tiny_config):
     ]
 
 
+@pytest.fixture(scope="module")
+def dl_plain(dl_argv, tmp_path_factory) -> list[dict]:
+    """The metrics of a run without workers."""
+    out = tmp_path_factory.mktemp("plain") / "out"
+    trained(*dl_argv(out, "--steps 8"))
+    return metrics(out)
+
+
 class DLStop(list):
     """Signals that come in the n-th step"""
 
@@ -36357,14 +35779,15 @@ class DLStop(list):
         return int(self.left <= 0)
 
 
-def test_diloco_with_one_worker_equals_the_plain_run_and_resumes(dl_argv, tmp_path, monkeypatch):
+def test_diloco_with_one_worker_equals_the_plain_run_and_resumes(
+    dl_argv, dl_plain, tmp_path, monkeypatch
+):
     """--diloco with outer lr 1 and no momentum: the losses of a run without it, but for fp16; with
     momentum, cut in the midst of a round: those of the uninterrupted run, to the last bit."""
-    trained(*dl_argv(tmp_path / "plain", "--steps 12"))
-    alone = "--steps 12 --diloco 4 --diloco-rendezvous {} --set outer_momentum={} --set outer_lr={}"
+    alone = "--steps 8 --diloco 4 --diloco-rendezvous {} --set outer_momentum={} --set outer_lr={}"
     trained(*dl_argv(tmp_path / "one", alone.format(tmp_path / "a", 0, 1)))
-    plain, one = metrics(tmp_path / "plain"), metrics(tmp_path / "one")
-    for i, (a, b) in enumerate(zip(plain, one, strict=True)):
+    one = metrics(tmp_path / "one")
+    for i, (a, b) in enumerate(zip(dl_plain, one, strict=True)):
         assert abs(a["loss"] - b["loss"]) <= (0 if i < 4 else 2e-4)
         said = {k: b[k] for k in ("round", "workers", "sent_bytes") if k in b}
         assert said == ({} if i % 4 < 3 else {"round": i // 4, "workers": [0], "sent_bytes": 0})
@@ -36377,10 +35800,9 @@ def test_diloco_with_one_worker_equals_the_plain_run_and_resumes(dl_argv, tmp_pa
     assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole") != one
 
 
-def test_diloco_workers_partition_every_batch(dl_argv, tmp_path):
+def test_diloco_workers_partition_every_batch(dl_argv, dl_plain, tmp_path):
     """The first loss of a run without them is the mean of two workers', each of which finds nobody
     else and continues alone."""
-    trained(*dl_argv(tmp_path / "plain", "--steps 2"))
     first = []
     for i in range(2):
         flags = f"--steps 2 --diloco 2 --diloco-rendezvous {tmp_path / f'store{i}'}"
@@ -36389,7 +35811,7 @@ def test_diloco_workers_partition_every_batch(dl_argv, tmp_path):
         rows = metrics(tmp_path / f"{i}")
         first.append(rows[0]["loss"])
         assert rows[1]["workers"] == [i]
-    assert sum(first) / 2 == pytest.approx(metrics(tmp_path / "plain")[0]["loss"], rel=1e-6)
+    assert sum(first) / 2 == pytest.approx(dl_plain[0]["loss"], rel=1e-6)
     assert first[0] != first[1]
 
 
@@ -36472,8 +35894,9 @@ DL_REFUSED = {
     "not finite": (dl_not_finite, "not finite in round 0"),
     "worker": (lambda: DL.ElasticExchange("nowhere", 2, 2), "worker .*0 to 1.*2"),
     "timeout": (lambda: DL.ElasticExchange("nowhere", 0, 2, timeout=0.0), "timeout .*0"),
-    "address": (lambda: DL.serve_store("nowhere"), "HOST:PORT"),
 }
+for at in ("", "nowhere", ":1", "localhost:"):
+    DL_REFUSED[f"address {at!r}"] = partial(DL.serve_store, at), f"--serve {at}: .*HOST:PORT"
 DL_BAD_FLAGS = """
 --diloco 4 | --diloco requires --diloco-rendezvous
 --set outer_lr=1 | outer_lr requires --diloco
@@ -38370,7 +37793,7 @@ def test_bad_input_is_refused(call, words):
 # What is started once for many tests is started by one worker, under `--dist loadgroup`; what is of
 # several processes by one and the same, for two such at a time take more than twice as long. (Under
 # pytest 9.2 pytest-xdist 3.8 cannot tell, its issue 1386: then both workers start them.)
-RANK_FIXTURES += "zero_done zero_fuzzed layouts dry_results dl_elastic generate_on_ranks".split()
+RANK_FIXTURES += "layouts dry_results dl_elastic generate_on_ranks".split()
 STORIES = "paged_story train_runs fp8_folder page".split()
 GROUPS = {name: name for name in STORIES} | dict.fromkeys(RANK_FIXTURES, "ranks")
 for name, test in [*globals().items()]:

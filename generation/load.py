@@ -350,7 +350,7 @@ def shard_ffn_2d_(model: Transformer, group: Any) -> None:
         gate, up = (all_gather_dim(p.weight, group, 0) for p in (mlp.gate_proj, mlp.up_proj))
         down = all_gather_dim(mlp.down_proj.weight, group, 1)
         try:
-            block.mlp = FFN2D(gate, up, down, *groups, gather_weights=True).requires_grad_(False)
+            block.mlp = FFN2D(gate, up, down, *groups, gather_weights=True)
         except ValueError as e:
             raise ValueError(f"--set ffn_2d=true: {e}") from None
 

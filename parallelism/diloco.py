@@ -44,7 +44,7 @@ for the slowest worker, up to `timeout`. When it loses: on fast links, as local 
 loss less than synchronous steps; in few rounds from random weights, as outer momentum builds up
 slowly (the paper starts from a trained model; numbers in BENCHMARKS.md); with H above about 500.
 Hook: none, it takes parameters. Equivalence (test_all.py): lr 1 and momentum 0 equals weight
-averaging, H = 1 with SGD equals data parallelism, and the outer step equals torch.optim.SGD's.
+averaging, with H = 1 too, and the outer step equals torch.optim.SGD's.
 Needs: torch. A check and a table: `torchrun --standalone --nproc-per-node 2 parallelism/diloco.py`.
 """
 

@@ -49,17 +49,9 @@ def _check(condition: bool, message: str) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-class _Collective(torch.autograd.Function):
-    """forward_fn(x), with the gradient backward_fn(grad)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forward_fn: Callable, backward_fn: Callable) -> Tensor:
-        ctx.backward_fn = backward_fn
-        return forward_fn(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.backward_fn(grad), None, None
+def _check_no_grad(*tensors: Tensor) -> None:
+    grads = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    _check(not grads, "these layouts have no backward: run them under torch.no_grad()")
 
 
 def all_gather_dim(x: Tensor, group: Group, dim: int = -1) -> Tensor:
@@ -106,17 +98,16 @@ def batch_sharded_attend(
     Expanded MLA has k, v of the rank's heads, which go through the same all-to-all as q. If a cache
     calls `expand` for cached latents, all ranks must, for the same number of keys: the latents are
     gathered, expanded and exchanged, so prefill in one chunk, or raise `absorb_up_to`. ValueError
-    if P does not divide B: pad the batch.
+    if P does not divide B: pad the batch. It has no backward.
     """
-    collectives = all_gather_dim, _reduce_scatter_dim
-    gather, scatter = (partial(collective, group=group, dim=0) for collective in collectives)
-    to_batch, to_heads = (partial(fn, group=group) for fn in (_heads_to_batch, _batch_to_heads))
+    gather = partial(all_gather_dim, group=group, dim=0)
 
     def all_to_all(*tensors: Tensor) -> tuple[Tensor, ...]:
-        both = _Collective.apply(torch.cat(tensors, -1), to_batch, to_heads)
+        both = _heads_to_batch(torch.cat(tensors, -1), group)
         return both.split([t.shape[-1] for t in tensors], -1)
 
     def run(spec: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+        _check_no_grad(q, k, v)
         B, ranks, rank = len(q), dist.get_world_size(group), dist.get_rank(group)
         _check(B % ranks == 0, f"{B} rows are not divisible by {ranks} ranks: pad the batch")
         local = lambda t: t.chunk(ranks)[rank]
@@ -126,13 +117,11 @@ def batch_sharded_attend(
             (q,), k, v = all_to_all(q), local(k), local(v)
         else:
             q, k, v = all_to_all(q, k, v)
-            gather_latent = lambda latent: _Collective.apply(latent, gather, scatter)
-            expand = lambda latent: all_to_all(*spec.expand(gather_latent(latent)))
+            expand = lambda latent: all_to_all(*spec.expand(gather(latent)))
             new |= dict(latent=local(spec.latent), expand=expand)
         if positions.dim() == 2 and len(positions) == B:
             positions = local(positions)
-        o = attend(replace(spec, **new), q, k, v, positions)
-        return _Collective.apply(o, to_heads, to_batch)
+        return _batch_to_heads(attend(replace(spec, **new), q, k, v, positions), group)
 
     return run
 
@@ -148,8 +137,8 @@ class FFN2D(nn.Module):
     Input and output are (..., C/P), shard i * Y + j, in which norm and residual can stay; or, if
     `replicated`, (..., C), equal on all ranks, for one more gather. X = 1 is Megatron's layout.
 
-    gather_weights requires `replicated` and has no backward pass: where it sends fewer bytes, a
-    rank gathers all weights, computes 1/P of the rows and drops the weights (3.2.3).
+    gather_weights requires `replicated`: where it sends fewer bytes, a rank gathers all weights,
+    computes 1/P of the rows and drops the weights (3.2.3). FFN2D has no backward.
     """
 
     def __init__(
@@ -167,7 +156,8 @@ class FFN2D(nn.Module):
         _check(ok, f"F {width} and C {dim} must be divisible by {X} x {Y} ranks")
         gate, up = (w.chunk(Y)[j].chunk(X, 1)[i] for w in (gate, up))
         down = down.chunk(X)[i].chunk(Y, 1)[j].clone()
-        self.gate_up, self.down = nn.Parameter(torch.cat((gate, up))), nn.Parameter(down)
+        frozen = partial(nn.Parameter, requires_grad=False)
+        self.gate_up, self.down = frozen(torch.cat((gate, up))), frozen(down)
 
     def grid_coords(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(i, j), (X, Y)"""
@@ -195,23 +185,17 @@ class FFN2D(nn.Module):
         return y[: len(rows)].view(x.shape)
 
     def forward(self, x: Tensor) -> Tensor:
+        _check_no_grad(x)
         if self.sends_weights(x.shape[:-1].numel()):
             return self._weight_gathered(x)
-        ((i, j), (X, Y)), apply = self.grid_coords(), _Collective.apply
-        gather_x, gather_y = (partial(all_gather_dim, group=group) for group in self.groups)
-        scatter_x, scatter_y = (partial(_reduce_scatter_dim, group=group) for group in self.groups)
-        gather_all = lambda t: gather_x(gather_y(t))
-        if self.replicated:
-            x = apply(x, lambda t: t.chunk(X, -1)[i], lambda grad: gather_all(scatter_y(grad)))
-        else:
-            x = apply(x, gather_y, scatter_y)
+        (i, _), (X, _) = self.grid_coords()
+        x_group, y_group = self.groups
+        x = x.chunk(X, -1)[i] if self.replicated else all_gather_dim(x, y_group)
         h = F.linear(x, self.gate_up).unflatten(-1, (2, -1))
-        gate, up = apply(h, scatter_x, gather_x).unbind(-2)
-        h = apply(F.silu(gate) * up, gather_x, scatter_x)
-        y = apply(F.linear(h, self.down), scatter_y, gather_y)
-        if not self.replicated:
-            return y
-        return apply(y, gather_all, lambda t: t.chunk(X, -1)[i].chunk(Y, -1)[j])
+        gate, up = _reduce_scatter_dim(h, x_group).unbind(-2)
+        h = all_gather_dim(F.silu(gate) * up, x_group)
+        y = _reduce_scatter_dim(F.linear(h, self.down), y_group)
+        return all_gather_dim(all_gather_dim(y, y_group), x_group) if self.replicated else y
 
 
 def ffn_bytes(

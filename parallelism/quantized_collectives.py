@@ -154,16 +154,6 @@ def node_groups(node_size: int, ranks: Sequence[Sequence[int]] | None = None) ->
     return group(nodes), group(nodes.mT)
 
 
-def inter_node_bytes(n: int, ranks: int, node_size: int, *, block: int = 256) -> tuple[int, int]:
-    """(ZeRO-3, ZeRO++) bytes that a node sends to other nodes in a step of n bf16 parameters and
-    gradients; n is divisible by `ranks`. A ring leaves each node over one link: in an all-gather or
-    reduce-scatter a node sends as much as one rank, P - 1 slices."""
-    part, nodes = n // ranks, ranks // node_size
-    gather = (ranks - 1) * payload_bytes(part, 8, block)
-    scatter = node_size * (nodes - 1) * payload_bytes(part, 4, block)
-    return 3 * (ranks - 1) * 2 * part, gather + scatter
-
-
 # --------------------------------------------------------------------------------------------------
 # Custom collectives for torch's fully_shard
 # --------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ Adafactor), since they would see shards of flattened parameters. Hook: none, it 
 the backward pass has other collectives, give it a process group of its own: the order relative to
 them may differ between ranks.
 
-Equivalence (test_all.py): weights after 10 steps equal those of one process and of DDP. Needs:
+Equivalence (test_all.py): weights, states and norms of each step equal those of one process. Needs:
 torch. A check and a table: `torchrun --standalone --nproc-per-node 2 parallelism/zero.py`.
 """
 
