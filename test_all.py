@@ -13373,6 +13373,18 @@ def test_row_order_of_a_resumed_batch(tmp_path):
     assert first | rest == whole and len(first) + len(rest) == len(whole)
 
 
+def test_row_order_of_what_is_left_is_that_of_the_whole_file(tmp_path):
+    """x is shared by three rows and y by two; of the two rows left, only y is."""
+    rows = [(1, 1), (1, 2), (1, 3), (2, 1)]
+    requests = [{"prompt": "{fields}", "fields": {"y": y, "x": x}} for x, y in rows]
+    path, seen = serving_file(tmp_path / "in.jsonl", requests), []
+    for done in ({}, {(2, 2): False, (3, 3): False}):
+        args = done, K.DummyTokenizer(97), None, None, greedy(), 128
+        seen.append({r.line: r.ids for r in V.RequestFile(path, *args, reorder=True)})
+    assert seen[1] == {line: seen[0][line] for line in (1, 4)} and len(seen[0]) == 4
+    assert ROWS.order_fields(["yx", "yz"]) == [["y", "x"], ["y", "z"]]
+
+
 def test_row_order_is_the_same_in_every_process():
     """The order does not depend on the hash seed, which differs when a run is resumed."""
     code = f"import json; from serving.row_order import *; requests = {row_requests()}\n"
@@ -23640,7 +23652,7 @@ REFUSED |= {
 
 
 class KVCase(SimpleNamespace):
-    """A model, an Engine's options, prompts of two turns, and an Engine's answers without a store."""
+    """A model, options of an Engine, prompts of two turns, and its answers without a store."""
 
     def engine(self, folder: Path | None, **sizes) -> tuple[P.Engine, KVS.KVStore | None]:
         sizes = dict(max_bytes=10**9, host_bytes=10**9) | sizes
