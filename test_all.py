@@ -5324,7 +5324,7 @@ def test_engine_packs_prompts_without_padding():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_engine_saturated_steps_carry_the_token_budget(seed, serving_without_kernels):
+def test_engine_saturated_steps_carry_the_token_budget(seed):
     """Dynamic SplitFuse (DeepSpeed-FastGen, arXiv:2401.08671): a step runs min(budget, all tokens
     that wait) of the sequences that may run, long prompts split and short ones fused, so while more
     wait it carries exactly the budget; the tokens are those of whole prompts."""
@@ -5352,7 +5352,7 @@ def test_engine_saturated_steps_carry_the_token_budget(seed, serving_without_ker
 
 
 @pytest.mark.parametrize("seed", (0, 1, 3))  # a tight budget, a small pool, both
-def test_engine_rows_of_a_step_are_the_live_sequences(seed, serving_without_kernels):
+def test_engine_rows_of_a_step_are_the_live_sequences(seed):
     """Temporal fusion (Flover, arXiv:2305.13484): whatever arrives, ends, is aborted or preempted
     meanwhile, a step's flat axis is the next tokens of the running sequences, each once, one after
     another, and no padding; late arrivals get the tokens that they get alone."""
@@ -12130,85 +12130,64 @@ SERVING_BAD = r"""
 {"prompt": ""}                                  | prompt empty
 {"prompt": 5}                                   | prompt string
 {"prompt": "\ud800"}                            | prompt surrogates
-{"prompt_ids": []}                              | no tokens
 {"prompt_ids": [5, 4096]}                       | 4096 4095
 {"prompt_ids": [5, true]}                       | prompt_ids ids
 {"id": "none"}                                  | prompt none of them
 {"prompt": "x", "prompt_ids": [5]}              | prompt and prompt_ids
 {"prompt": "x", "temprature": 1}                | temprature did you mean temperature
 {"prompt": "x", "zzz": 1}                       | zzz max_new_tokens
-{"prompt": "x", "max_new_tokens": 0}            | max_new_tokens 0
-{"prompt": "x", "max_new_tokens": 4.5}          | max_new_tokens 4.5
 {"prompt": "x", "max_new_tokens": 400}          | 400 KV cache of 320
-{"prompt": "x", "min_new_tokens": 10, "max_new_tokens": 9} | min_new_tokens 10 9
-{"prompt": "x", "temperature": "hot"}           | temperature hot
 {"prompt": "x", "top_p": 0}                     | top_p 0
-{"prompt": "x", "seed": -1}                     | seed -1
-{"prompt": "x", "n": 9}                         | n 8
-{"prompt": "x", "stop": [""]}                   | stop empty
-{"prompt": "x", "stop": 5}                      | stop 5
-{"prompt": "x", "logprobs": 5000}               | logprobs 4096
-{"prompt": "x", "logit_bias": {"4096": 1}}      | logit_bias 4095
 {"prompt": "x", "logit_bias": {"a": 1}}         | logit_bias a
 {"prompt": "x", "priority": 1.5}                | priority 1.5
 {"prompt": "x", "id": true}                     | id True
-{"prompt": "x", "id": "twice"}                  |
-{"prompt": "y", "id": "twice"}                  | 'twice' line 28
+{"prompt": "x", "id": "twice"}                  | 4
+{"prompt": "y", "id": "twice"}                  | 'twice' line 17
 {"messages": [{"role": "user", "content": "x"}]} | messages chat template
-{"prompt": "x", "id": 32}                       |
-{"prompt": "x"}                                 | id 32 is already used by line 31
+{"prompt": "x", "id": 21}                       | 4
+{"prompt": "x"}                                 | id 21 is already used by line 20
 {"prompt": "x", "regex": "(a"}                  | regex cannot be compiled
 {"prompt": "x", "regex": 5}                     | regex string 5
 {"prompt": "x", "grammar": "a"}                 | grammar field
-{"prompt": "x", "regex": "a", "ignore_eos": true} | ignore_eos grammar
 {"prompt": "x", "regex": "a", "json_schema": {"type": "null"}} | regex json_schema
 {"prompt": "x", "json_schema": {"type": "integer", "minimum": 1}} | json_schema minimum
 {"prompt": "x", "fields": {"a": 1}}             | {fields} prompt once
 {"prompt": "{fields} {fields}", "fields": {}}   | {fields} prompt once
 {"prompt": "{fields}", "fields": [1]}           | fields object [1]
-{"prompt": "{fields}", "fields": null}          | fields object None
 {"prompt": "{fields}", "fields": {"a": "\ud800"}} | prompt surrogates
 {"prompt_ids": [5], "fields": {"a": 1}}         | fields prompt_ids
 """
 SERVING_BAD_BYTES = [("\udcff{}", "not JSON utf-8"), ("[" * 100_000, "not JSON")]
 SERVING_BAD_BYTES += [(f'{{"stop": {"[" * n}{"]" * n}}}', "nested 100") for n in (100, 500)]
 SERVING_BAD_BYTES += [('{"prompt": "' + "x = 1 " * 300 + '"}', "context of 512")]
+SERVING_BAD_BYTES += [(json.dumps({"prompt_ids": [5] * 318}), "2")]  # room for two new tokens
 
 
 @pytest.mark.parametrize("more", ["", "--reorder"])
 def test_serving_bad_requests_get_an_error_and_the_rest_finish(more, tmp_path):
     """Every kind of invalid line gets an error that names file, line and field, under the request's
-    id or by default its line number, which no other line may have; the others finish as without."""
+    id or by default its line number, which no other line may have; the others finish as without.
+    A default max_new_tokens that does not fit the KV cache is lowered, an explicit one refused."""
     bad = [tuple(row.values) for row in table(SERVING_BAD)] + SERVING_BAD_BYTES
     path, n = tmp_path / "in.jsonl", len(bad)
     serving_file(path, [*(text for text, _ in bad), "", "   \r", '{"prompt": "def f("}'])
     flags = f"--temperature 0 --max-new-tokens 4 --max-num-seqs 8 {more}"
     done = run_generate("--batch", path, "--kv-blocks", "20", "--dtype", "fp32", *flags.split())
-    assert done.code == 0 and f"{n + 1} requests, {n - 2} errors" in done.err
+    assert done.code == 0 and f"{n + 1} requests, {n - 3} errors" in done.err
     assert f"delete their lines in {tmp_path}" in done.err
     results = serving_results(tmp_path / "in.results.jsonl")
     assert [*results] == [*range(1, n + 1), n + 3]
     for (line, got), (text, words) in zip(results.items(), bad, strict=False):
         id = re.search(r'"id": (\d+|".*?")', text)
         assert got["id"] == (json.loads(id[1]) if id else line)
-        if not words:
-            assert len(got["tokens"]) == 4
+        if words.isdigit():
+            assert len(got["tokens"]) == int(words)
             continue
         assert got.keys() == {"id", "line", "error"} and "\n" not in got["error"]
         for word in (str(path), f"line {line}:", *words.split()):
             assert word in got["error"], (word, got["error"])
     good = serving_batch(serving_file(tmp_path / "good.jsonl", [{"prompt": "def f("}]), flags)
     assert results[n + 3]["tokens"] == good[1]["tokens"] and len(good) == 1
-
-
-def test_serving_default_max_new_tokens_is_clamped_and_an_explicit_one_refused(tmp_path):
-    """Without max_new_tokens a request may fill the KV cache; an explicit value that does not fit
-    is refused."""
-    ids = list(range(100, 150))
-    requests = [{"prompt_ids": ids}, {"prompt_ids": ids, "max_new_tokens": 15}]
-    path = serving_file(tmp_path / "in.jsonl", requests)
-    results = serving_batch(path, "--kv-blocks 4 --max-num-seqs 2 --ignore-eos")
-    assert len(results[1]["tokens"]) == 14 and "KV cache of 64" in results[2]["error"]
 
 
 def serving_requests(n: int) -> list[dict]:
@@ -12227,7 +12206,7 @@ def test_serving_resumes_after_a_crash_at_any_byte(tmp_path):
     whole = out.read_bytes()
     assert "line 4" in want[10]["error"] and want[9]["id"] == 9
     ends = [0, *accumulate(map(len, whole.splitlines(keepends=True)))]
-    sizes = [0, 1, 7, ends[3] - 1, ends[3], ends[3] + 3, ends[6] + 40, ends[-1] - 1, ends[-1]]
+    sizes = [0, 7, ends[3] - 1, ends[3], ends[6] + 40, ends[-1]]
     for size in sizes:
         out.write_bytes(whole[:size])
         done = run_generate("--batch", path, "--dtype", "fp32", *flags.split())
@@ -12292,11 +12271,6 @@ def test_serving_messages_use_the_chat_template(tmp_path):
     assert all("messages must be a list" in results[line]["error"] for line in (4, 5, 6))
 
 
-@pytest.fixture
-def serving_without_kernels(monkeypatch):
-    monkeypatch.setattr(P, "INTERPRET", False)
-
-
 def serving_run(path: Path, requests: list, tokenizer, params, template=None, **kwargs) -> tuple:
     """A Service of a tiny model and the RequestFile of the requests."""
     service = V.Service(random_model(tiny()), tokenizer, **kwargs)
@@ -12304,7 +12278,7 @@ def serving_run(path: Path, requests: list, tokenizer, params, template=None, **
     return service, V.RequestFile(path, {}, tokenizer, template, None, params, 128)
 
 
-def test_serving_reads_the_request_file_lazily(tmp_path, serving_without_kernels):
+def test_serving_reads_the_request_file_lazily(tmp_path):
     """Only a window of a long file is in the engine at a time; the texts streamed for each sample
     equal the results'; latencies are of every request."""
     lines, tokenizer = [{"prompt_ids": [5, 6], "n": 2}] * 60, K.DummyTokenizer(97)
@@ -12383,11 +12357,8 @@ ROW_ORDERS = {  # rows, and the order of their fields: worked by hand
         "i1 rome c|i2 rome c|i3 pisa c|i4 pisa c|i5 oslo n",
         "c rome i1|c rome i2|c pisa i3|c pisa i4|i5 oslo n",
     ),
-    "in all rows": ("a1 b1 cc|a2 b1 cc|a3 b2 cc", "cc b1 a1|cc b1 a2|cc a3 b2"),
-    "nothing in common": ("a1 b1|a2 b2", "a1 b1|a2 b2"),
     "sorted as given": ("a b c|a b d|a e f", "a b c|a b d|a e f"),
     "other fields": ("a1 k|k a2 b|k", "k a1|k a2 b|k"),
-    "one row": ("b a", "b a"),
     "no rows": ("", ""),
 }  # fmt: skip
 
@@ -12424,7 +12395,7 @@ def row_run(path: Path, requests: list, reorder: bool, previous=()) -> tuple[dic
 
 
 @pytest.mark.slow
-def test_row_order_of_a_batch(tmp_path, serving_without_kernels):
+def test_row_order_of_a_batch(tmp_path):
     """--reorder, with a small cache: more prompt tokens are found in it, equal requests are
     computed once, each id has the result of its own request alone, with its fields in any order,
     and the invalid line its error."""
@@ -12461,13 +12432,12 @@ def test_row_order_of_two_questions():
     assert ["".join(request["fields"]) for request in requests] == ["xy", "yx", "xy", "yx"]
 
 
-@pytest.mark.parametrize("done", [1, 7, 40, 80])
-def test_row_order_of_a_resumed_batch(done, tmp_path, serving_without_kernels):
+def test_row_order_of_a_resumed_batch(tmp_path):
     """What has a result is not run again, and the order of fields is that of the whole file, so the
     results are those of an uninterrupted run."""
     requests, path = row_requests(), tmp_path / "in.jsonl"
     whole, _ = row_run(path, requests, True)
-    first = dict(islice(whole.items(), done))
+    first = dict(islice(whole.items(), 40))
     previous = [(id, result["line"]) for id, result in first.items()]
     rest, _ = row_run(path, requests, True, previous)
     assert first | rest == whole and len(first) + len(rest) == len(whole)
@@ -12489,7 +12459,7 @@ def test_row_order_is_the_same_in_every_process():
     """The order does not depend on the hash seed, which differs when a run is resumed."""
     code = f"import json; from serving.row_order import *; requests = {row_requests()}\n"
     code += "print(group_requests(requests, ('prompt', 'prompt_ids')), json.dumps(requests))"
-    orders = {run("-c", code, env={"PYTHONHASHSEED": str(i)}).stdout for i in range(3)}
+    orders = {run("-c", code, env={"PYTHONHASHSEED": str(i)}).stdout for i in range(2)}
     assert len(orders) == 1 and len(orders.pop()) > 1000
 
 
@@ -12506,7 +12476,6 @@ def test_row_order_flag(tmp_path):
 
 BATCH_COSTS = {  # (length, batch size) -> seconds
     "a launch and a token": lambda length, size: 8 + length * size,
-    "free launches": lambda length, size: length * size,
     "only launches": lambda length, size: 1.0,
     "attention": lambda length, size: 30 + size * (length + 0.1 * length**2),
     "tiles of 4": lambda length, size: 10 + length * math.ceil(size / 4),
@@ -12562,25 +12531,6 @@ def test_length_batching_measured_cost(monkeypatch):
     assert LB.measured_cost(run, (10,), (2,))(99, 99) == 20
 
 
-def test_length_batching_by_predicted_output():
-    """Static batches grouped by predicted length take fewer steps and waste fewer than in order of
-    arrival, with predictions up to 20% wrong and overruns run again at the end."""
-    for seed in range(10):
-        r = random.Random(seed)
-        actual = [1 + int(r.expovariate(0.01)) for _ in range(256)]
-        fcfs = LB.steps(actual, LB.fcfs_batches(256, 16))
-        wasted = []
-        for error in (0, 0.1, 0.2):
-            guess = [max(1, round(n * (1 + r.uniform(-error, error)))) for n in actual]
-            batches = LB.group_by_length(guess, 16)
-            assert sorted(chain(*batches)) == [*range(256)]
-            got = LB.steps(actual, batches, guess, 16)
-            assert got.steps < 0.8 * fcfs.steps and got.wasted < 0.8 * fcfs.wasted
-            assert (got.repeated > 0) == (error > 0)
-            wasted.append(got.wasted)
-        assert wasted[0] < wasted[1] < wasted[2]
-
-
 LENGTH_STEPS = [  # output lengths, batches, predictions or None -> steps, padded, repeated
     ([3, 1, 2], [[0, 1, 2]], None, (3, 3, 0)),
     ([3, 1, 2], [[0], [2, 1]], None, (5, 1, 0)),
@@ -12591,7 +12541,7 @@ LENGTH_STEPS = [  # output lengths, batches, predictions or None -> steps, padde
 ]
 
 
-def test_length_batching_steps_are_those_of_the_engine(serving_without_kernels):
+def test_length_batching_steps_are_those_of_the_engine():
     """The rows of LENGTH_STEPS by hand, and on an Engine: batch after batch, each ended at its
     prediction, the unfinished ones again."""
     model = paged_model()
@@ -12609,6 +12559,8 @@ def test_length_batching_steps_are_those_of_the_engine(serving_without_kernels):
         engine.generate([paged_prompt(3, i) for i in again], [greedy(actual[i]) for i in again])
         assert engine.stats()["steps"] == got.steps
         assert engine.stats()["tokens_new"] == sum(actual) + got.repeated
+    assert LB.fcfs_batches(5, 2) == [[0, 1], [2, 3], [4]]
+    assert LB.group_by_length([3, 9, 1, 5], 3) == [[1, 3, 0], [2]]  # the longest first
 
 
 REFUSED["length_batching: max_batch"] = lambda: LB.partition([1], min, 0), "max_batch .* not 0"
@@ -12623,7 +12575,7 @@ class ServingTokenizer(K.DummyTokenizer):
         return f"{before}>{id} ".encode()
 
 
-def test_serving_detokenizes_completions_after_their_prompt(tmp_path, serving_without_kernels):
+def test_serving_detokenizes_completions_after_their_prompt(tmp_path):
     """A completion is detokenized as the continuation of its prompt, text or ids; a reply to
     messages is detokenized by itself. Smaller priorities run first."""
     lines = [
@@ -12642,18 +12594,6 @@ def test_serving_detokenizes_completions_after_their_prompt(tmp_path, serving_wi
         assert r["text"] == f"{before}>{a} {a}>{b} "
 
 
-SERVING_SAMPLERS = [
-    {"temperature": 0.0},
-    {"temperature": 0.9, "seed": 3},
-    {"top_k": 7, "top_p": 0.8, "seed": 4},
-    {"repetition_penalty": 1.5, "frequency_penalty": 0.7, "presence_penalty": 0.3},
-    {"temperature": 0.0, "repetition_penalty": 2.0, "logit_bias": {5: 3.0}},
-    {"min_new_tokens": 9, "logit_bias": {2: 9.0}},
-    {"min_new_tokens": 9, "logit_bias": {2: 9.0}, "ignore_eos": True},
-    {"min_p": 0.1, "temperature": 1.4, "seed": 2**63 - 1},
-]
-
-
 def test_serving_row_sampler_equals_one_sampler_per_sequence():
     """Sequences join, leave, skip steps, lose their rows or have a step interrupted: each gets the
     tokens of a Sampler of its own, with every sampling feature."""
@@ -12661,7 +12601,9 @@ def test_serving_row_sampler_equals_one_sampler_per_sequence():
     logits = 2 * torch.randn(vocab, vocab, generator=seeded())
     rows = S.RowSampler(vocab, 3, "cpu", eos=[2, 70])
     rows.max_rows = 2
-    params = [P.SamplingParams(**case) for case in SERVING_SAMPLERS]
+    forced = dict(min_new_tokens=9, logit_bias={2: 9.0})
+    params = [P.SamplingParams(**forced, ignore_eos=ignored) for ignored in (False, True)]
+    params += MIXED_SAMPLINGS
     seqs = [P.Sequence([7, i], 2, p, index=i % 2) for i, p in enumerate(params)]
     for _ in range(160):
         step = rng.sample(seqs, rng.randint(1, 3))
@@ -12684,16 +12626,12 @@ def test_serving_row_sampler_equals_one_sampler_per_sequence():
 
 @pytest.mark.parametrize("arrival_cv", [0.5, 1.0, 2.0])
 def test_serving_arrivals_have_the_requested_rate_and_cv(arrival_cv):
-    """20,000 gaps: mean 1 / rate and coefficient of variation within 5%; cv 1 is a Poisson process
-    (variance == mean of the counts per second); the same seed gives the same trace, scaled by the
-    rate."""
+    """20,000 gaps: mean 1 / rate and coefficient of variation within 5%; the same seed gives the
+    same trace, scaled by the rate."""
     due = [*TR.arrival_times(20_000, 8.0, arrival_cv, random.Random(1))]
     gaps = [b - a for a, b in zip([0.0, *due[:-1]], due, strict=True)]
     mean, spread = statistics.fmean(gaps), statistics.pstdev(gaps)
     assert abs(mean * 8 - 1) < 0.05 and abs(spread / mean / arrival_cv - 1) < 0.05
-    counts = [*Counter(map(int, due)).values()]
-    is_poisson = abs(statistics.pvariance(counts) / statistics.fmean(counts) - 1) < 0.1
-    assert min(gaps) >= 0 and is_poisson == (arrival_cv == 1)
     half = [*TR.arrival_times(20_000, 4.0, arrival_cv, random.Random(1))]
     assert [2 * at for at in due] == pytest.approx(half)
 
@@ -12725,15 +12663,15 @@ def test_serving_workload_is_deterministic_given_its_seed():
 
 
 def test_traces_follow_the_hours_of_a_day():
-    """Evenly spaced arrivals of mean rate 1, warped: each hour has 1 - swing cos(2 pi (h + 1/2) /
-    24) of 3600, exactly; Poisson arrivals within five standard deviations; the order stays."""
-    expected = [3600 * (1 - 0.9 * math.cos(2 * math.pi * (h + 0.5) / 24)) for h in range(24)]
+    """Evenly spaced arrivals of mean rate 0.1, warped: each hour has 1 - swing cos(2 pi (h + 1/2) /
+    24) of 360, exactly; Poisson arrivals within five standard deviations; the order stays."""
+    expected = [360 * (1 - 0.9 * math.cos(2 * math.pi * (h + 0.5) / 24)) for h in range(24)]
     for cv in (0, 1):
-        trace = TR.generate(f"random:n={86400 * 2},swing=0.9,cv={cv},input=1,output=1")
+        trace = TR.generate(f"random:n=17280,rate=0.1,swing=0.9,cv={cv},input=1,output=1")
         times = [a.arrival_time for a in trace]
-        assert times == sorted(times) and (cv or abs(times[-1] - 2 * 86400) < 11)
+        assert times == sorted(times) and (cv or abs(times[-1] - 2 * 86400) < 110)
         counts = Counter(int(t / 3600 - 1e-9) for t in times)
-        for h in range(46):  # the last arrivals are in one of the last hours
+        for h in range(44):  # the last arrivals are in one of the last hours
             tolerance = 5 * expected[h % 24] ** 0.5 if cv else 1
             assert abs(counts[h] - expected[h % 24]) <= tolerance, (cv, h)
     short = [a.arrival_time for a in TR.generate("random:n=240,swing=1,day=240,cv=0")]
@@ -12748,10 +12686,7 @@ def test_traces_have_the_requested_lengths():
     for mean, p99 in ((200, 900), (100, 101), (300, 4400)):
         found = sorted(map(TR.Lengths(f"{mean}/{p99}"), [rng] * 40_000))
         assert abs(statistics.fmean(found) / mean - 1) < 0.04
-        assert abs(found[39_600] / p99 - 1) < (0.01 if p99 < 2 * mean else 0.08), (
-            found[39_600],
-            p99,
-        )
+        assert abs(found[39_600] / p99 - 1) < (0.01 if p99 < 2 * mean else 0.08)
     few = [*map(TR.Lengths("2/20"), [rng] * 1000)]
     assert min(few) == 1 and max(few) > 20
     uniform = Counter(map(TR.Lengths("3:6"), [rng] * 4000))
@@ -12798,9 +12733,8 @@ def test_traces_share_prefixes_as_their_token_ids_do(name):
             best = max(best, n)
         earlier.append(whole)
         expected.append(best // 4 * 4)
-    assert (
-        trace_hits(trace, lambda a: a.ids(997)) == expected == trace_hits(trace, TR.Arrival.symbols)
-    )
+    for tokens_of in (TR.Arrival.symbols, lambda a: a.ids(997)):
+        assert trace_hits(trace, tokens_of) == expected
     assert sum(expected) > 200 and [len(a.symbols()) for a in trace] == [a.n_prompt for a in trace]
 
 
@@ -12858,9 +12792,8 @@ def test_traces_retrieve_documents_by_popularity():
 
 def test_traces_of_clients_are_merged_by_time():
     """A client that floods and two others: all requests of each, with its priority, in order."""
-    mixed = [
-        *TR.generate("random:n=50,clients=2 + random:n=400,rate=8,client=flood,priority=-1", 5)
-    ]
+    flood = "random:n=400,rate=8,client=flood,priority=-1"
+    mixed = [*TR.generate(f"random:n=50,clients=2 + {flood}", 5)]
     counts = Counter((a.client, a.priority) for a in mixed)
     assert counts.keys() == {("client0", 0), ("client1", 0), ("flood", -1)}
     assert counts["flood", -1] == 400 and min(counts.values()) > 15
@@ -12887,7 +12820,6 @@ AZURE_2023 = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-17 00:00:00.1951691,396,109
 2023-11-17 00:00:00.1951691,879,55
 2023-11-17 00:01:00.6805900,91,16
-2023-11-18 00:00:59.6805900,91,16
 """
 AZURE_2024 = """TIMESTAMP,ContextTokens,GeneratedTokens
 2024-05-10 00:00:00.009930+00:00,2162,5
@@ -12900,20 +12832,13 @@ AZURE_2024 = """TIMESTAMP,ContextTokens,GeneratedTokens
     [
         (BURSTGPT, [(0, 472, 18, ""), (40, 417, 276, ""), (235.25, 53, 7, "")]),
         (BURSTGPT_SESSIONS, [(0, 906, 446, "0f1e"), (2.5, 36, 29, "")]),
-        (
-            AZURE_2023,
-            [
-                (0, 374, 44, ""),
-                (0.5145791, 396, 109, ""),
-                (0.5145791, 879, 55, ""),
-                (61, 91, 16, ""),
-                (86460, 91, 16, ""),
-            ],
-        ),
+        (AZURE_2023, [
+            (0, 374, 44, ""), (0.5145791, 396, 109, ""), (0.5145791, 879, 55, ""), (61, 91, 16, ""),
+        ]),
         (AZURE_2024, [(0, 2162, 5, ""), (0.99007, 2399, 6, "")]),
     ],
     ids=["burstgpt", "burstgpt_sessions", "azure_2023", "azure_2024"],
-)
+)  # fmt: skip
 def test_traces_read_public_datasets(text, expected, tmp_path):
     """The columns of the real files, in any line ends, with a byte order mark: times from the first
     row, failed requests skipped with a warning, no shared prefix; written as JSONL and read again
@@ -12938,10 +12863,8 @@ def test_traces_written_and_read_are_equal(tmp_path):
     trace = [*TR.generate(mixed), TR.Arrival(1e9, TR.prompt_of([3, 1, 4, 4]), 2, "é\n")]
     TR.write_trace(path, trace)
     assert [*TR.read_trace(path)] == trace and any(a.tool_calls for a in trace)
-    path.write_text(
-        '\n{"id": "a", "prompt_ids": [5, 5], "max_new_tokens": 4}\n\n'
-        '{"prompt_tokens": 7, "max_new_tokens": 2, "client": "x"}\n'
-    )
+    lines = ["", '{"id": "a", "prompt_ids": [5, 5], "max_new_tokens": 4}', ""]
+    serving_file(path, [*lines, {"prompt_tokens": 7, "max_new_tokens": 2, "client": "x"}])
     batch, number = TR.read_trace(path)
     assert batch.ids(9) == [5, 5] and batch.arrival_time == 0 and batch.max_new_tokens == 4
     assert number.n_prompt == 7 and number.client == "x" and number.output_id != batch.output_id
@@ -12954,9 +12877,8 @@ def test_traces_are_described_and_kept_by_the_command(tmp_path):
     assert [*TR.read_trace(tmp_path / "out.jsonl")] == [*TR.generate(TRACES["rag"], 3)]
     shared = int(re.search(r"(\d+)% of n_prompt", done.stdout)[1])
     assert "40 requests of 1 clients" in done.stdout and 40 < shared < 99
-    for argv, word in ("poison:n=3", "conversations"), ("rag  x", "SEED"), ("rag  1 2", "'2'"):
-        done = run(FILES["traces"], *argv.split(" "))
-        assert done.returncode == 1 and done.stderr.count("\n") == 1 and word in done.stderr
+    done = run(FILES["traces"], "poison:n=3")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "conversations" in done.stderr
 
 
 # --------------------------------------------------------------------------------------------------
@@ -12999,7 +12921,7 @@ class ClockedEngine(P.Engine):
         self.now += self.cost(*size, self.swapped)
         return hidden
 
-    def replay(self, trace) -> list[list[float]]:
+    def replay(self, trace, after_step=lambda: None) -> list[list[float]]:
         """Timestamps of each request."""
         vocab_size, waiting, outputs = self.model.config.vocab_size, deque(enumerate(trace)), {}
         while waiting or self.unfinished:
@@ -13011,6 +12933,7 @@ class ClockedEngine(P.Engine):
                 self.add(a.ids(vocab_size), greedy(a.max_new_tokens), **more)
                 outputs[i] = self.outputs[i]
             self.step()
+            after_step()
         return [outputs[i].timestamps for i in range(len(trace))]
 
 
@@ -13036,11 +12959,8 @@ def simulated_timestamps(trace, replica) -> list[list[float]]:
 
 SIM_COST = RP.StepCost(5e-3, 1e-4, 1e-6, 1e-5)
 SIM_CASES = [  # kv_swap, prefix_cache, KV blocks
-    (swap, cache, blocks)
-    for swap in (False, True)
-    for cache in (False, True)
-    for blocks in (60, 300)
-]
+    (False, False, 60), (True, False, 60), (True, True, 60), (False, True, 300),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("policy", POLICY.POLICIES)
@@ -13048,10 +12968,9 @@ SIM_CASES = [  # kv_swap, prefix_cache, KV blocks
 def test_replica_timestamps_are_the_engines(policy, swap, cache, blocks):
     """Every timestamp of every token is that of a real Engine whose steps take the same time: under
     every policy, with preemption, prefix hits and chunked prefill."""
-    text = (
-        "random:n=12,rate=40,prefix=9,clients=2,input=3:40,output=2:30+random:n=4,rate=9,priority=1"
-    )
-    trace = list(TR.generate(text + ",input=3:9,output=2:30", seed=blocks + swap))
+    text = "random:n=12,rate=40,prefix=9,clients=2,input=3:40,output=2:30"
+    text += "+random:n=4,rate=9,priority=1,input=3:9,output=2:30"
+    trace = list(TR.generate(text, seed=blocks + swap))
     sizes = dict(num_blocks=blocks, block_size=2, max_num_batched_tokens=24, max_num_seqs=5)
     sizes |= dict(kv_swap=swap, prefix_cache=cache)
     engine = ClockedEngine(SIM_COST, policy, **sizes)
@@ -13068,8 +12987,8 @@ def test_replica_timestamps_are_the_engines(policy, swap, cache, blocks):
 def test_replica_plans_many_steps_at_once(policy, action):
     """Planned together or one by one, all steps have the same timestamps; most are planned
     together."""
-    text = "conversations:n=16,rate=2,tools=1,turns=1:3,pause=3,system=40,input=3:60,output=5:90"
-    trace = list(TR.generate(text + "+random:n=10,rate=1,priority=1,input=5:300,output=50:300", 3))
+    text = "conversations:n=9,rate=2,tools=1,turns=1:3,pause=3,system=40,input=3:60,output=5:90"
+    trace = list(TR.generate(text + "+random:n=5,rate=1,priority=1,input=5:300,output=50:300", 3))
     sizes = dict(num_blocks=150, max_num_batched_tokens=256, max_num_seqs=12)
     sizes |= dict(kv_swap=True, at_tool_call=action)
     one, many = (CheckedReplica(SIM_COST, policy, one_by_one=x, **sizes) for x in (True, False))
@@ -13089,48 +13008,21 @@ def test_replica_plans_few_steps_without_a_prefix_cache():
     assert len(n_plans) <= 4 * 50 < replica.n_steps / 10
 
 
-def test_replica_keeps_kv_during_tool_calls():
-    """Under memory pressure, preserved KV is found again and swapped KV is copied back, while
-    discarded KV is computed again; tokens are the same."""
-    text = "conversations:n=12,rate=4,tools=2,turns=1:1,system=0,input=60:90,output=20:40"
-    trace = list(TR.generate(text + ",tool_seconds=2,tool_tokens=9:20", 1))
-    run: dict[str, int] = {}
-    for action in ("discard", "preserve", "swap"):
-        more = dict(num_blocks=60, at_tool_call=action)
-        replica = CheckedReplica(SIM_COST, **more)
-        plan = replica._plan
-
-        def counted():
-            plan()
-            run[action] = run.get(action, 0) + sum(n for _, n in replica.plan.run)
-
-        replica._plan = counted
-        times = simulated_timestamps(trace, replica)
-        assert [len(t) - 1 for t in times] == [a.max_new_tokens for a in trace]
-    assert run["preserve"] < run["discard"] and run["swap"] < run["discard"]
-
-
-@pytest.mark.parametrize(
-    "rate, tokens", [(2, "100:400"), pytest.param(8, "300:900", marks=pytest.mark.slow)]
-)
-def test_replica_wastes_least_at_tool_calls(rate, tokens):
-    """With short and long calls, min-waste is as good as the best fixed way; in overload better
-    than discard and preserve, and worse than swap: its waste does not count those in the queue."""
-    kind = f"turns=1:1,system=0,input={tokens},output=20:60"
-    text = f"conversations:n={25 * rate},rate={rate},tools=2,tool_seconds=0.2,{kind}"
-    text += f"+conversations:n={8 * rate},rate={0.3 * rate},tools=1,tool_seconds=20,{kind}"
-    mean = {}
+def test_replica_wastes_least_at_tool_calls():
+    """With short and long calls, min-waste is as good as the best fixed way. Discarded KV is
+    computed again, preserved and swapped KV is not."""
+    kind = "turns=1:1,system=0,input=100:400,output=20:60"
+    text = f"conversations:n=50,rate=2,tools=2,tool_seconds=0.2,{kind}"
+    text += f"+conversations:n=16,rate=0.6,tools=1,tool_seconds=20,{kind}"
+    mean, run = {}, {}
     for action in ("discard", "preserve", "swap", "min-waste"):
-        sizes = dict(num_blocks=300 if rate == 2 else 400, at_tool_call=action)
-        replica = CheckedReplica(SIM_COST, **sizes)
-        report = SIM.Report()
-        SIM.simulate(TR.generate(text, 1), [replica], SIM.RoundRobin(), report)
-        mean[action] = sum(report.e2e) / report.requests
+        replica = RP.Replica(SIM_COST, num_blocks=300, at_tool_call=action)
+        trace, report = TR.generate(text, 1), SIM.Report()
+        mean[action] = SIM.simulate(trace, [replica], SIM.RoundRobin(), report)["e2e_mean"]
+        run[action] = replica.scheduler.n_run_tokens
+    assert max(run["preserve"], run["swap"]) < run["discard"], run
     least = mean.pop("min-waste")
-    if rate == 2:
-        assert least < 1.005 * min(mean.values()), (least, mean)
-    else:
-        assert mean["swap"] < least < 0.9 * min(mean["discard"], mean["preserve"]), (least, mean)
+    assert least < 1.005 * min(mean.values()), (least, mean)
 
 
 def test_replica_with_a_tool_call_waits_for_the_answer():
@@ -13139,26 +13031,18 @@ def test_replica_with_a_tool_call_waits_for_the_answer():
     cost = RP.StepCost(0.1, 0.01, 0.001)
     [times] = simulated_timestamps([a], CheckedReplica(cost, num_blocks=64, prefix_cache=False))
     want, now = [1.0], 1.0
-    for tokens, keys, pause in [
-        (10, 10, 0),
-        (1, 11, 0),
-        (1, 12, 0),
-        (1, 13, 0),
-        (19, 19, 2),
-        (1, 20, 0),
-    ]:
+    steps = [(10, 10, 0), (1, 11, 0), (1, 12, 0), (1, 13, 0), (19, 19, 2), (1, 20, 0)]
+    for tokens, keys, pause in steps:
         now += pause + cost(tokens, keys)
         want.append(now)
     assert times == pytest.approx(want)
 
 
-def sim_metrics(
-    text: str, seed=0, router="round-robin", n=1, cost=SIM_COST, slo=(1.0, 0.1), **sizes
-):
+def sim_metrics(text: str, seed=0, router="round-robin", n=1, **sizes):
     """Metrics of a described trace on n replicas."""
     options = dict(num_blocks=2000, max_num_batched_tokens=512, max_num_seqs=32, prefix_cache=False)
-    replicas = [RP.Replica(cost, **options | sizes) for _ in range(n)]
-    return SIM.simulate(TR.generate(text, seed), replicas, SIM.ROUTERS[router](), SIM.Report(slo))
+    replicas = [RP.Replica(SIM_COST, **options | sizes) for _ in range(n)]
+    return SIM.simulate(TR.generate(text, seed), replicas, SIM.ROUTERS[router](), SIM.Report())
 
 
 def test_simulate_reports_what_clients_saw():
@@ -13190,9 +13074,7 @@ def test_simulate_percentiles_are_exact_to_a_percent(values, p):
     for part in (values[:7], values[7:]):
         histogram.add(part)
     exact = V.percentile(values, p)
-    assert (
-        exact <= histogram.percentile(p) * (1 + 1e-9) and histogram.percentile(p) <= exact * 1.0101
-    )
+    assert exact * (1 - 1e-9) <= histogram.percentile(p) <= exact * 1.0101
 
 
 def test_simulate_cost_is_fitted_to_steps():
@@ -13227,10 +13109,9 @@ def test_simulate_measures_an_engine(tmp_path):
 def test_simulate_routers():
     """Power of two beats turns when requests differ in size; Preble and prefix-hash find more of
     shared prefixes cached than turns do, Preble with the shortest tail."""
-    for seed in (1, 2, 3):
-        heavy = "random:n=2000,rate=80,input=50/500,output=60/800"
-        turns, two = (sim_metrics(heavy, seed, r, 4) for r in ("round-robin", "power-of-two"))
-        assert all(two[name] < turns[name] for name in ("e2e_mean", "itl_p99"))
+    heavy = "random:n=2000,rate=80,input=50/500,output=60/800"
+    turns, two = (sim_metrics(heavy, 1, r, 4) for r in ("round-robin", "power-of-two"))
+    assert all(two[name] < turns[name] for name in ("e2e_mean", "itl_p99"))
     rag = "rag:n=2000,rate=80,documents=100,top=1,input=20,output=10:30"
     sizes = dict(prefix_cache=True, num_blocks=1500)  # documents fit all replicas, not each
     runs = {router: sim_metrics(rag, 2, router, 4, **sizes) for router in SIM.ROUTERS}
@@ -13239,23 +13120,31 @@ def test_simulate_routers():
     tails = {router: metrics["ttft_p99"] for router, metrics in runs.items()}
     assert tails["preble"] == min(tails.values()), tails
     talks = "conversations:n=300,rate=2,system=0,turns=3:8,pause=2,output=20:60"
-    turns, hashed = (
-        sim_metrics(talks, 3, router, 4, prefix_cache=True)
-        for router in ("round-robin", "prefix-hash")
-    )
-    assert hashed["hit_rate"] > 1.2 * turns["hit_rate"]
+    routers = "round-robin", "prefix-hash"
+    turns, hashed = (sim_metrics(talks, 3, x, 4, prefix_cache=True)["hit_rate"] for x in routers)
+    assert hashed > 1.2 * turns
 
 
-def test_simulate_program(tmp_path, capsys):
-    """A table with a row per policy, JSON, a plot, and a trace that ends; all deterministic."""
-    text = "random:n=50,rate=20,clients=2"
-    argv = [text, "--policies", "fcfs,fair:input_weight=2,output_weight=1,longest-prefix"]
-    assert SIM.main(argv) == 0
-    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
-    assert names == ["fcfs", "fair:input_weight=2,output_weight=1", "longest-prefix"]
-    assert SIM.main([*argv, "--json", "--replicas", "2", "--plot", str(tmp_path / "x.png")]) == 0
+@pytest.mark.parametrize("flags", [
+    "--replicas=2", "--pools=1:2:flip", "--adapters=8,64",
+    "--adapters=8:wait --router=rank-aware", "--lend --kv-swap --replicas=2 --blocks=60",
+])  # fmt: skip
+def test_simulate_program(flags, capsys):
+    """JSON with the metrics of each policy; all requests end."""
+    text = "random:n=60,rate=50,clients=9,input=100:300,output=20:90"
+    assert SIM.main([text, "--policies=fcfs,sjf", "--json", *flags.split()]) == 0
     results = json.loads(capsys.readouterr().out)
-    assert len(results) == 3 and all(m["requests"] == 50 for m in results.values())
+    assert [m["requests"] for m in results.values()] == [60, 60]
+    assert "--lend" not in flags or results["fcfs"]["preemptions"] > 0
+
+
+def test_simulate_table_and_plot(tmp_path, capsys):
+    """A row per policy, whose fields may have commas, and an image."""
+    policies = "fcfs,fair:input_weight=2,output_weight=1"
+    flags = ["--policies", policies, "--plot", str(tmp_path / "x.png")]
+    assert SIM.main(["random:n=20,output=5", *flags]) == 0
+    rows = capsys.readouterr().out.splitlines()[1:]
+    assert [row.split()[0] for row in rows] == ["fcfs", policies.partition(",")[2]]
     assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -13265,18 +13154,16 @@ def test_simulate_program(tmp_path, capsys):
         ([], "TRACE random"),
         (["nowhere.csv"], "nowhere.csv random"),
         (["random", "--policies", "fcfs,nobody"], "nobody fcfs fair"),
-        (["random", "--policies", "fair:x=1"], "x input_weight"),
         (["random", "--device", "abacus"], "--device abacus h100"),
         (["random", "--model", "llama3-405b"], "--model llama3-405b fit"),
         (["random", "--cost", "README.md"], "--cost README.md --calibrate"),
-        (["random", "--blocks", "2"], "--blocks KV"), (["random", "--blocks", "0"], "--blocks 1"),
-        (["random", "--blocks", "9" * 14], "--blocks 10000000"),
+        (["random", "--blocks", "2"], "--blocks KV"),
+        (["random", "--blocks", "0"], "--blocks 1"),
         (["random", "--block-size", "0"], "--block-size 1"),
         (["random", "--slo", "1"], "--slo A:B"),
         (["random", "--plot", "README.md/x.png"], "--plot README.md/x.png folder"),
         (["random", "--tp", "2"], "--tp --engine"),
         (["random", "--replicas", "0"], "--replicas"),
-        (["random", "--replicas", "9" * 9], "--replicas 9999"),
         (["random", "--pools", "1:0"], "--pools P:D:flip 1:0"),
         (["random", "--pools", "1:1", "--replicas", "2"], "--pools --replicas"),
         (["random", "--pools", "1:1", "--lend", "--kv-swap"], "--pools --lend"),
@@ -13331,25 +13218,22 @@ def engine_pools(trace, cost, token_seconds, **sizes) -> list[list[float]]:
     """Timestamps of each request on a prefill Engine and a decode Engine, both on clocks, between
     which export_request and import_request move it."""
     prefill, decode = (ClockedEngine(cost, "fcfs", **sizes) for _ in range(2))
-    waiting, outputs, sent, link = deque(enumerate(trace)), {}, deque(), 0.0
-    while waiting or prefill.unfinished:
-        if not prefill.unfinished:
-            prefill.now = max(prefill.now, waiting[0][1].arrival_time)
-        while waiting and waiting[0][1].arrival_time <= prefill.now:
-            i, a = waiting.popleft()
-            prefill.add(a.ids(5000), greedy(a.max_new_tokens), id=i)
-            outputs[i] = prefill.outputs[i]
-        prefill.step()
+    sent, link = deque(), 0.0
+
+    def send():
+        nonlocal link
         for i in [i for i, output in prefill.outputs.items() if output.token_ids]:
             link = max(prefill.now, link) + trace[i].n_prompt * token_seconds
             sent.append((link, KT.export_request(prefill, i)))
+
+    timestamps = prefill.replay(trace, send)
     while sent or decode.unfinished:
         if not decode.unfinished:
             decode.now = max(decode.now, sent[0][0])
         while sent and sent[0][0] <= decode.now:
             KT.import_request(decode, sent.popleft()[1])
         decode.step()
-    return [outputs[i].timestamps for i in range(len(trace))]
+    return timestamps
 
 
 @pytest.mark.parametrize("cache", [False, True])
@@ -13399,23 +13283,6 @@ def test_pools_transfers_take_bytes_over_bandwidth(capsys):
     assert (len(pools.prefill), len(pools.decode)) == (2, 3) and actors == [pools, *replicas]
 
 
-def test_pools_beat_colocated_replicas_under_prompts_and_tight_objectives():
-    """DistServe's claim: with long prompts and limits on the first token and on further ones, the
-    goodput of 1:1 is above that of two replicas with any token budget; with a loose limit on
-    further tokens and a tight one on the first, it is below."""
-    for seed in (0, 1):
-        trace = list(TR.generate("random:n=150,rate=6,input=1000/2000,output=30/90", seed))
-        for slo, wins in (((1.0, 0.012), True), ((0.3, 0.1), False)):
-            goodput = []
-            for budget in (64, 128, 512, 2048):
-                sizes = POOLS_SIZES | dict(max_num_batched_tokens=budget)
-                two = [RP.Replica(POOLS_COST, **sizes) for _ in range(2)]
-                report = SIM.Report(slo)
-                goodput.append(SIM.simulate(trace, two, SIM.PowerOfTwo(), report)["goodput"])
-            pools = pools_run(trace, 1, 1, slo=slo)[0]["goodput"]
-            assert pools > 1.15 * max(goodput) if wins else pools < max(goodput), (pools, goodput)
-
-
 def test_pools_flip_beats_fixed_pools_when_the_mix_changes():
     """TetriInfer's claim: first long prompts, then long outputs. Pools that flip have more goodput
     than any fixed division of four replicas, and flip a few times only."""
@@ -13444,7 +13311,8 @@ def test_pools_flip_only_what_the_other_pool_can_spare():
             received = part(3000)
             received.swapped_kv = POOLS.ReceivedKV(3000, [], [])
             replica.send(received, 0.0)
-        pools._flip()
+        for _ in range(2):  # what drains is not moved before it is empty
+            pools._flip()
         assert pools.n_flips == (not busy) and len(pools.prefill) == 2
         assert len(pools.decode) == 2 - (not busy)
         replicas[2].arriving.clear()
@@ -13457,15 +13325,13 @@ def test_pools_place_by_predicted_length():
     sequences than by number of requests, and ends them sooner."""
     short = "random:n=250,rate=8,input=50:150,output=10:30,client=short"
     text = short + "+random:n=40,rate=1.2,input=50:150,output=600:900,client=long"
-    preempted, seconds = Counter(), Counter()
+    preempted, seconds = {}, {}
     fewest = lambda pools, part: min(pools.decode, key=lambda r: len(POOLS.parts_of(r)))
     for place in (POOLS.Pools._place, fewest):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(POOLS.Pools, "_place", place)
-            for seed in (0, 1, 2):
-                metrics, _ = pools_run(TR.generate(text, seed), 1, 2, num_blocks=150)
-                preempted[place] += metrics["preemptions"]
-                seconds[place] += metrics["e2e_mean"]
+            metrics, _ = pools_run(TR.generate(text), 1, 2, num_blocks=150)
+            preempted[place], seconds[place] = metrics["preemptions"], metrics["e2e_mean"]
     assert preempted[POOLS.Pools._place] < 0.85 * preempted[fewest], preempted
     assert seconds[POOLS.Pools._place] < seconds[fewest]
 
@@ -13481,16 +13347,14 @@ def test_pools_cold_adapters_start_on_the_cpu():
     """CaraServe's claim: the first token comes sooner, on average, than with load-then-run; it is
     the others in the batch that wait. A single request by hand: the copy of 0.1 s, in which the CPU
     does a fourth, and the rest on the GPU."""
-    for seed in (0, 1, 2):
-        text = "random:n=200,rate=4,clients=100,input=200/600,output=30/90"
-        trace = list(TR.generate(text, seed))
-        runs = {}
-        for wait in (False, True):
-            adapters = POOLS.Adapters((8, 64), 1e-3, 2e-6, slots=16, wait=wait)
-            runs[wait], [replica] = adapters_run(trace, adapters, SIM.RoundRobin())
-            assert not +replica.in_use and len(replica.loaded) <= 17
-        assert runs[False]["ttft_mean"] < 0.95 * runs[True]["ttft_mean"], runs
-        assert runs[False]["itl_p99"] > runs[True]["itl_p99"]
+    trace = [*TR.generate("random:n=200,rate=4,clients=100,input=200/600,output=30/90")]
+    runs = {}
+    for wait in (False, True):
+        adapters = POOLS.Adapters((8, 64), 1e-3, 2e-6, slots=16, wait=wait)
+        runs[wait], [replica] = adapters_run(trace, adapters, SIM.RoundRobin())
+        assert not +replica.in_use and len(replica.loaded) <= 17
+    assert runs[False]["ttft_mean"] < 0.95 * runs[True]["ttft_mean"], runs
+    assert runs[False]["itl_p99"] > runs[True]["itl_p99"]
     for tokens, wait, seconds in (
         (400, True, 0.1 + 0.04), (400, False, 0.1 + 0.04 - 0.1 / 4), (100, False, 0.04),
     ):  # fmt: skip
@@ -13502,17 +13366,14 @@ def test_pools_cold_adapters_start_on_the_cpu():
 
 def test_pools_rank_aware_routing_misses_fewer_objectives():
     """CaraServe's claim: with ranks 8 and 128, more requests are within the objective than if each
-    goes to the replica with the fewest; with equal ranks just as many."""
+    goes to the replica with the fewest."""
     fewest = lambda a, replicas: min(replicas, key=lambda r: SIM.load(r, a.arrival_time))
-    slo = (1.0, 0.02)
-    for seed in (0, 1, 2):
-        text = "random:n=500,rate=40,clients=50,input=100/300,output=60/180"
-        trace = list(TR.generate(text, seed))
-        within = []
-        for route in (fewest, POOLS.RankAware(slo)):
-            adapters = POOLS.Adapters((8, 8, 8, 128), 0.0, 2e-5, slots=64)
-            within.append(adapters_run(trace, adapters, route, 4, slo)[0]["within_slo"])
-        assert within[1] > within[0] + 0.02, (seed, within)
+    slo, within = (1.0, 0.02), []
+    trace = [*TR.generate("random:n=500,rate=40,clients=50,input=100/300,output=60/180")]
+    for route in (fewest, POOLS.RankAware(slo)):
+        adapters = POOLS.Adapters((8, 8, 8, 128), 0.0, 2e-5, slots=64)
+        within.append(adapters_run(trace, adapters, route, 4, slo)[0]["within_slo"])
+    assert within[1] > within[0] + 0.02, within
 
 
 class CheckedLender(POOLS.LendingReplica):
@@ -13595,21 +13456,6 @@ def test_pools_lender_gets_its_memory_back():
     assert ttft[1] - ttft[0] == pytest.approx(5e-5 * recalled), (ttft, recalled)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [["--pools=1:2:flip"], ["--adapters=8,64"], ["--adapters=8:wait", "--router=rank-aware"],
-     ["--lend", "--kv-swap", "--replicas=2", "--blocks=60"]],
-    ids=" ".join,
-)  # fmt: skip
-def test_pools_program(flags, capsys):
-    """Each flag gives a row for each policy; all requests end."""
-    text = "random:n=60,rate=50,clients=9,input=100:300,output=20:90"
-    assert SIM.main([text, "--policies=fcfs,sjf", "--json", *flags]) == 0
-    results = json.loads(capsys.readouterr().out)
-    assert [m["requests"] for m in results.values()] == [60, 60]
-    assert "--lend" not in flags or results["fcfs"]["preemptions"] > 0
-
-
 def trace_of(text: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         (path := Path(folder) / "t.txt").write_text(text)
@@ -13627,51 +13473,34 @@ json_line = lambda fields: TRACES_JSON + '{"prompt_tokens": 3, "max_new_tokens":
 TRACES_BAD = {
     # CSV
     "": "t.txt, row 1: not a trace; .*Timestamp.*TIMESTAMP",
-    "version https://git-lfs\noid 3\n": "t.txt, row 1: not a trace",
     "Timestamp,Request tokens\n1,2\n": "row 1, Response tokens: no such column; .*Request tokens",
-    "TIMESTAMP,GeneratedTokens\n": "row 1, ContextTokens: no such column",
     BURSTGPT_SESSIONS.partition("\n")[0]: "row 1: no requests",
     changed_line(",906,", ",x,"): "row 2, Request tokens: .*999999999, not 'x'",
-    changed_line(",906,", ",0,"): "row 2, Request tokens: .*999999999, not 0",
-    changed_line(",29,", ",-2,"): "row 3, Response tokens: .*999999999, not -2",
-    changed_line(",29,", ",1.5,"): "row 3, Response tokens: .*1.5",
     changed_line(",29,", ",9999999999,"): "row 3, Response tokens: .*9999999999",
-    changed_line(",29,", ",,"): "row 3, Response tokens: .*''",
     changed_line("12.5", "09.5"): "row 3, Timestamp: .*before.* 0 s; sort",
     changed_line("19440112.5", "nan"): "row 3, Timestamp: .*seconds, 0 or more, not nan",
-    changed_line("19440110.0", "inf"): "row 2, Timestamp: .*inf",
     changed_line("19440110.0", "-1"): "row 2, Timestamp: .*-1",
     changed_line("19440110.0", "soon"): "row 2, Timestamp: .*'soon'",
     changed_line(",API log", ""): "row 3: 7 columns, but the header has 8",
     changed_line("00:00:00.1951691,3", "25:00:00,3", AZURE_2023): "row 3, TIMESTAMP: .*hour",
     changed_line("2023-11-17 00:00:00.1951691,3", "5,3", AZURE_2023): "row 3, TIMESTAMP: .*YYYY.*5",
-    changed_line("17 00:01", "16 00:01", AZURE_2023): "row 5, TIMESTAMP: .*before.*; sort",
-    changed_line(",44", ",44.0", AZURE_2023): "row 2, GeneratedTokens: .*44.0",
     # JSONL
     TRACES_JSON + "{": "row 2: ",
     TRACES_JSON + "[1]": r"row 2: must be a JSON object, not \[1\]",
     "{" + '"a":{' * 9999: "row 1: ",
     json_line('"rate": 1'): "row 2, rate: not a field.*arrival_time",
-    json_line('"arrival_time": NaN'): "row 2, arrival_time: .*nan",
-    json_line('"arrival_time": -1'): "row 2, arrival_time: .*-1",
     json_line('"arrival_time": true'): "row 2, arrival_time: .*True",
     json_line('"arrival_time": 1' + "0" * 400): "row 2, arrival_time: ",
-    json_line('"arrival_time": 3}\n{"arrival_time": 2, "prompt_tokens": 1, "max_new_tokens": 1'):
-        "row 3, arrival_time: 2 s .*before.* 3 s; sort",
     '{"prompt_tokens": 3}': "row 1, max_new_tokens: must be given",
     '{"max_new_tokens": 3}': "row 1, prompt_tokens: must be given, or prompt_ids",
     json_line('"prompt_ids": [3]'): "row 2, prompt_tokens: .*not both",
     '{"max_new_tokens": true}': "row 1, max_new_tokens: .*True",
     '{"max_new_tokens": 0}': "row 1, max_new_tokens: .*999999999, not 0",
-    '{"max_new_tokens": 2.0}': "row 1, max_new_tokens: .*2.0",
     '{"prompt_ids": []}': r"row 1, prompt_ids: .*\[\]",
     '{"prompt_ids": [-1]}': r"row 1, prompt_ids: .*\[-1\]",
     '{"prompt_tokens": [[1]]}': r"row 1, prompt_tokens: .*text id, tokens",
     '{"prompt_tokens": [[1, 0]]}': r"row 1, prompt_tokens: .*999999999, not 0",
     '{"prompt_tokens": [[4, 2], [4, 3]]}': r"row 1, prompt_tokens: .*join .*\[4, 4\]",
-    '{"prompt": "Hi"}': "row 1, prompt: not a field.*prompt_ids",
-    '{"max_new_tokens": "5"}': "row 1, max_new_tokens: .*'5'",
-    json_line('"arrival_time": "5"'): "row 2, arrival_time: .*'5'",
     json_line('"client": 5'): "row 2, client: must be a string, not 5",
     json_line('"priority": 0.5'): "row 2, priority: must be an integer, not 0.5",
     json_line('"output_id": "a"'): "row 2, output_id: must be an integer, not 'a'",
@@ -13679,8 +13508,7 @@ TRACES_BAD = {
     json_line('"tool_calls": [[5, 1, 1]]'): "row 2, tool_calls: must be before the last",
     json_line('"tool_calls": [[2, 1, 1], [2, 1, 1]]'): "row 2, tool_calls: .*ascending",
     json_line('"tool_calls": [[2, -1, 1]]'): "row 2, tool_calls: .*seconds, 0 or more, not -1",
-    json_line('"tool_calls": [[2, 1, 0]]'): "row 2, tool_calls: .*999999999, not 0",
-}  # fmt: skip
+}
 REFUSED |= {
     f"traces: {i}": (partial(trace_of, x), words) for i, (x, words) in enumerate(TRACES_BAD.items())
 }
@@ -13691,24 +13519,22 @@ for trace_text, trace_words in {
     "random:n=0": "random: n must be at least 1, not 0",
     "random:n=3,n=4": "random: n is given twice",
     "random:n=2.5": "random: n must be an integer, not '2.5'",
-    "random:n": "random: n must be an integer, not ''",
     "rag:rate=0": "rag: rate must be at least 1e-09, not 0",
     "random:rate=nan": "random: rate .*nan",
     "random:cv=-1": "random: cv must be at least 0 and at most 100, not -1",
     "random:swing=1.5": "swing must be at least 0 and at most 1, not 1.5",
-    "random:day=inf": "day .*inf",
-    "random:clients=0": "clients must be at least 1",
-    "conversations:speed=0": "conversations: speed",
     "conversations:pause=inf": "conversations: pause",
     "random:input=": "random: input must be N, MIN:MAX or MEAN/P99.*, not ''",
-    **{f"random:output={x}": f"random: output .*'{x}'" for x in ("0", "5:4", "9/8", "2/30", "1-2")},
+    **{f"random:output={x}": f"random: output .*'{x}'" for x in ("0", "5:4", "2/30")},
 }.items():
     REFUSED[f"traces: {trace_text}"] = partial(TR.generate, trace_text), trace_words
+REFUSED["traces: seed"] = partial(TR.main, "rag", "", "x"), "SEED"
+REFUSED["traces: an argument too many"] = partial(TR.main, "rag", "", "1", "2"), "'2' is too much"
 REFUSED["traces: no file"] = lambda: next(TR.open_trace("/nowhere")), "/nowhere: .*random, conv"
 REFUSED["traces: a folder"] = lambda: next(TR.open_trace("/")), "/: .*directory"
 
 
-def test_serving_latency_counts_from_the_arrival_time(monkeypatch, serving_without_kernels):
+def test_serving_latency_counts_from_the_arrival_time(monkeypatch):
     """On a clock that only a model call (1 s) and sleep advance: queue time, TTFT, inter-token and
     end-to-end latency are measured from when a request is due, even if the engine is in a step
     then."""
@@ -13744,15 +13570,6 @@ def test_serving_benchmark_prints_a_table_or_json():
     assert temperature("--bench-serving") == temperature("--bench-serving --seed 3") == 0
     assert temperature("--bench-serving --top-p 0.9") == GCONF.TEMPERATURE
     assert temperature("--bench-serving --temperature 0.8") == 0.8
-
-
-def test_serving_goodput_is_the_highest_rate_that_meets_the_limits():
-    """Against a simulated service: attainment falls at a known rate, everywhere or nowhere."""
-    goodput = disaggregated.goodput
-    for limit in (0.07, 0.7, 5.0, 300.0):
-        found = goodput(lambda rate: 1.0 if rate <= limit else 0.5, 1.0)
-        assert 0.95 * limit < found <= limit
-    assert goodput(lambda rate: 1.0, 1.0) == INF and goodput(lambda rate: 0.89, 1.0) == 0
 
 
 def disaggregated_trace(placement, fails, env):
@@ -13823,7 +13640,8 @@ def test_serving_placements_of_a_model(monkeypatch):
 
 def test_serving_search_finds_the_best_placement(monkeypatch):
     """With simulated workers, fastest on 2 ranks for prefill and on 1 for decoding: all numbers and
-    sizes of the workers of both phases are tried, and the goodput is that of the slower phase."""
+    sizes of the workers of both phases are tried, and the goodput is that of the slower phase; inf
+    where every rate meets the limits, 0 where none does."""
     join = lambda placement, n_kv_heads: SimpleNamespace(placement=placement, tp_group=None)
     speed = lambda n, tp, best: 10.0 * n * tp / (1 + abs(tp - best))
     speeds = lambda p: (speed(*p[:2], 2) if p[0] else 15.0, speed(*p[2:], 1))
@@ -13836,6 +13654,9 @@ def test_serving_search_finds_the_best_placement(monkeypatch):
     found = disaggregated.search(lambda _: None, lambda rate: rate, greedy(), (1, 1), every, 2, 1.0)
     assert max(found, key=found.get) == (1, 2, 2, 1) and [*found] == every
     assert all(0.9 < x / min(speeds(p)) <= 1 for p, x in found.items())
+    goodput = disaggregated.goodput
+    assert 0.95 < goodput(lambda rate: 1.0 if rate <= 0.07 else 0.5, 1.0) / 0.07 <= 1
+    assert goodput(lambda rate: 1.0, 1.0) == INF and goodput(lambda rate: 0.89, 1.0) == 0
 
 
 # --------------------------------------------------------------------------------------------------
@@ -13957,8 +13778,8 @@ def test_policies_fair_service_gap_is_bounded(kv_swap):
     differs by at most 2 max(wp Lin, wq M), per share too; under fcfs a client that floods exceeds
     it twice over."""
     n_preempted = 0
-    for seed, share in product(range(3), ({}, dict(a=3.0, b=0.5))):
-        r = random.Random(seed)
+    for share in ({}, dict(a=3.0, b=0.5)):
+        r = random.Random(0)
         sizes = dict(a=(30, 9), b=(3, 60), c=(12, 20))  # long prompts; long outputs
         jobs = [
             Job(0 if client == "a" else 5, r.randint(1, n), r.choice((1, r.randint(1, m))), client)
@@ -13972,10 +13793,10 @@ def test_policies_fair_service_gap_is_bounded(kv_swap):
         worst, preempted = policy_gaps(jobs, spec, share, **options)
         n_preempted += preempted
         for (a, b), gap in worst.items():
-            assert gap <= bound / min(share.get(a, 1), share.get(b, 1)), (seed, a, b)
+            assert gap <= bound / min(share.get(a, 1), share.get(b, 1)), (share, a, b)
         worst, _ = policy_gaps(jobs, "fcfs", share, **options)
         assert max(worst.values()) > 2 * bound
-    assert n_preempted > 20
+    assert n_preempted > 12
 
 
 def test_policies_fair_admits_in_turn_and_idleness_saves_nothing_up():
@@ -14016,28 +13837,19 @@ def test_policies_predictor_learns_from_finished_outputs():
     assert predictor.predict(make(9, 0, "b")) == 100
 
 
-def policy_heavy_tail(seed, n=500, rate=0.8) -> list[Job]:
-    """Poisson arrivals with Pareto outputs of mean 12 or so, at a load of about 1.2."""
-    r, at, jobs = random.Random(seed), 0.0, []
-    for _ in range(n):
-        at += r.expovariate(rate)
-        n_out = min(400, int(2 * r.paretovariate(1.0)))
-        jobs.append(Job(at, r.randint(2, 12), n_out, most=400))
-    return jobs
-
-
 @pytest.mark.parametrize("kv_swap", (False, True))
 def test_policies_mlfq_beats_fcfs_under_heavy_tails(kv_swap):
     """FastServe's claim: unknown heavy-tailed outputs end earlier in mean and in the 95th
     percentile than under fcfs, with preemptions at token level."""
-    for seed in range(3):
-        options = dict(num_blocks=900, kv_swap=kv_swap)
-        runs = policy_compare(policy_heavy_tail(seed), "fcfs", "mlfq:quantum=4", **options)
-        (fcfs, _), (mlfq, scheduler) = runs
-        ends = [sorted(job.e2e for job in run) for run in (fcfs, mlfq)]
-        mean, tail = [statistics.fmean(x) for x in ends], [x[len(x) * 95 // 100] for x in ends]
-        assert mean[1] < 0.75 * mean[0] and tail[1] < 0.75 * tail[0], (seed, mean, tail)
-        assert scheduler.n_preempted > 20
+    r = random.Random(0)  # Poisson arrivals, Pareto outputs of mean 12: a load of 1.2
+    draw = lambda at: Job(at, 7, min(400, int(2 * r.paretovariate(1.0))), most=400)
+    jobs = [draw(at) for at in accumulate(r.expovariate(0.8) for _ in range(400))]
+    options = dict(num_blocks=900, kv_swap=kv_swap)
+    (fcfs, _), (mlfq, scheduler) = policy_compare(jobs, "fcfs", "mlfq:quantum=4", **options)
+    ends = [sorted(job.e2e for job in run) for run in (fcfs, mlfq)]
+    mean, tail = [statistics.fmean(x) for x in ends], [x[len(x) * 95 // 100] for x in ends]
+    assert mean[1] < 0.75 * mean[0] and tail[1] < 0.75 * tail[0], (mean, tail)
+    assert scheduler.n_preempted > 20
 
 
 def test_policies_mlfq_skips_levels_sinks_and_promotes():
@@ -14120,44 +13932,26 @@ def test_policies_timeline_reads_as_the_pacer():
 def test_policies_qoe_beats_fcfs_in_overload():
     """Andes' claim: a burst of more than fits has a higher mean QoE than under fcfs, and no more
     preemptions per request than the cap allows."""
-    for seed in range(4):
-        r = random.Random(seed)
-        jobs = [Job(r.uniform(0, 20), r.randint(10, 40), r.randint(30, 80)) for _ in range(60)]
-        options = dict(num_blocks=200, max_num_seqs=24, base=0.2, kv_swap=True)
-        spec = "qoe:rate=4,preemptions=2"
-        (fcfs, _), (qoe, scheduler) = policy_compare(jobs, "fcfs", spec, **options)
-        mean = [statistics.fmean(POLICY.qoe(j.at, j.times, 1.0, 4.0) for j in run)
-                for run in (fcfs, qoe)]  # fmt: skip
-        assert mean[1] > 1.2 * mean[0], (seed, mean)
-        assert 0 < scheduler.n_preempted <= 2 * len(jobs) + len(jobs)
+    r = random.Random(0)
+    jobs = [Job(r.uniform(0, 20), r.randint(10, 40), r.randint(30, 80)) for _ in range(60)]
+    options = dict(num_blocks=200, max_num_seqs=24, base=0.2, kv_swap=True)
+    spec = "qoe:rate=4,preemptions=2"
+    (fcfs, _), (qoe, scheduler) = policy_compare(jobs, "fcfs", spec, **options)
+    mean = [statistics.fmean(POLICY.qoe(j.at, j.times, 1.0, 4.0) for j in run)
+            for run in (fcfs, qoe)]  # fmt: skip
+    assert mean[1] > 1.2 * mean[0], mean
+    assert 0 < scheduler.n_preempted <= 2 * len(jobs) + len(jobs)
     policy = POLICY.Experience(ttft=0.0)  # of two readers who wait alike, the one with less KV
     policy.clock, short, long = count().__next__, P.Sequence([5] * 4, 4), P.Sequence([5] * 8, 8)
     policy.begin_step(SimpleNamespace(running=[], waiting=[long, short], n_preempted=0))
     assert policy(short) < policy(long)
 
 
-def policy_in_time(jobs, slos) -> int:
-    return sum(job.times[0] - job.at <= slos[job.client] for job in jobs)
-
-
-def test_policies_qoe_beats_fcfs_in_the_report():
-    """Simulated in overload: the mean QoE of --policies fcfs,qoe with the SLO as the pace."""
-    cost, slo = RP.StepCost(2e-2, 1e-4, 1e-6, 1e-6), (1.0, 0.1)
-    for seed in (0, 1):
-        found = []
-        for policy in ("fcfs", "qoe:ttft=1,rate=10"):
-            replica = RP.Replica(cost, policy, num_blocks=300, kv_swap=True)
-            trace = TR.generate("random:n=100,rate=6,input=100:300,output=100:300", seed)
-            metrics = SIM.simulate(trace, [replica], SIM.RoundRobin(), SIM.Report(slo))
-            found.append(metrics["qoe"])
-        assert 0 < 1.2 * found[0] < found[1] < 1, (seed, found)
-
-
 def test_policies_deadline_meets_more_than_fcfs_and_edf():
     """QLM's claim, on one model: interactive and batch requests in overload: at least as many first
     tokens are in time as under fcfs and under earliest deadline first, and more in sum."""
     slos, totals = dict(chat=20.0, batch=400.0), Counter()
-    for seed in range(5):
+    for seed in range(2):
         r = random.Random(seed)
         jobs = [Job(r.uniform(0, 300), r.randint(4, 20), r.randint(5, 20), "chat", most=20)
                 for _ in range(100)]  # fmt: skip
@@ -14168,7 +13962,8 @@ def test_policies_deadline_meets_more_than_fcfs_and_edf():
         edf = lambda seq: at[seq.arrival] + slos[seq.client]  # noqa: B023
         spec = "deadline:slos.chat=20,slos.batch=400"
         runs = policy_compare(jobs, "fcfs", edf, spec, num_blocks=80, max_num_seqs=6)
-        met = [policy_in_time(run, slos) for run, _ in runs]
+        in_time = lambda job: job.times[0] - job.at <= slos[job.client]
+        met = [sum(map(in_time, run)) for run, _ in runs]
         totals.update(dict(zip(("fcfs", "edf", "deadline"), met, strict=True)))
         assert met[2] >= met[0], (seed, met)
     assert totals["deadline"] > 1.1 * max(totals["fcfs"], totals["edf"]), totals
@@ -14212,40 +14007,18 @@ def test_policies_s3_preempts_less_than_without_and_runs_more_than_with_full_res
     """S3's claim: reservations by predicted length lead to fewer preemptions than none, and a
     larger batch than max_new_tokens each; predictions that are too short delay no request
     forever."""
-    for seed in range(4):
-        r = random.Random(seed)
-        jobs = [Job(i * 0.5, r.randint(4, 12), r.choice((6, 20, 30)), "ab"[i % 2], most=200)
-                for i in range(150)]  # fmt: skip
-        for job in jobs[100::25]:
-            job.n_out = 190  # mispredicted
-        rows: dict[str, list[int]] = defaultdict(list)
-        preempted = {}
-        for spec in ("fcfs", "s3", "s3:deviations=1e9"):
-            watch = lambda s, *_: rows[spec].append(len(s.running))  # noqa: B023
-            run = policy_copies(jobs)
-            scheduler = policy_run(spec, run, num_blocks=70, max_num_seqs=32, watch=watch)
-            preempted[spec] = scheduler.n_preempted
-        mean = {spec: statistics.fmean(x) for spec, x in rows.items()}
-        assert preempted["s3"] < 0.7 * preempted["fcfs"], preempted
-        assert mean["s3"] > 1.2 * mean["s3:deviations=1e9"], mean
-
-
-def test_policies_rag_cache_recomputes_less_than_lru():
-    """RAGCache's claim, on documents of Zipf popularity with questions that differ: PGDSF computes
-    fewer tokens than LRU. Popularity that moves on is followed: the old documents age out."""
-    for seed in range(4):
-        r, at, jobs = random.Random(seed), 0.0, []
-        weights = [1 / (i + 1) for i in range(60)]
-        for i in range(500):
-            document = r.choices(range(60), weights)[0] + (1000 if i >= 250 else 0)
-            jobs.append(Job(at, [document] * 24 + [2000 + i] * 4, 2))
-            at += 3.0
-        options = dict(num_blocks=80, prefix_cache=True, max_num_seqs=4)
-        runs = policy_compare(jobs, "fcfs", "rag-cache", **options)
-        (_, lru), (_, pgdsf) = runs
-        assert pgdsf.n_admitted_tokens == lru.n_admitted_tokens
-        recomputed = [s.n_admitted_tokens - s.n_hit_tokens for s in (lru, pgdsf)]
-        assert recomputed[1] < 0.97 * recomputed[0], (seed, recomputed)
+    r, rows, preempted = random.Random(0), defaultdict(list), {}
+    jobs = [Job(i * 0.5, r.randint(4, 12), r.choice((6, 20, 30)), "ab"[i % 2], most=200)
+            for i in range(150)]  # fmt: skip
+    for job in jobs[100::25]:
+        job.n_out = 190  # mispredicted
+    for spec in ("fcfs", "s3", "s3:deviations=1e9"):
+        watch = lambda s, *_: rows[spec].append(len(s.running))  # noqa: B023
+        options = dict(num_blocks=70, max_num_seqs=32, watch=watch)
+        preempted[spec] = policy_run(spec, policy_copies(jobs), **options).n_preempted
+    mean = {spec: statistics.fmean(x) for spec, x in rows.items()}
+    assert preempted["s3"] < 0.7 * preempted["fcfs"], preempted
+    assert mean["s3"] > 1.2 * mean["s3:deviations=1e9"], mean
 
 
 def test_policies_rag_cache_is_greedy_dual_with_frequency():
@@ -14274,37 +14047,13 @@ def test_policies_rag_cache_is_greedy_dual_with_frequency():
         check_blocks(allocator, [])
 
 
-def rag_prefill(policy, text, seed, cost) -> tuple[int, float]:
-    """Prompt tokens that a trace of documents computes, and the seconds that they take."""
-    sizes = dict(num_blocks=350, max_num_batched_tokens=512, max_num_seqs=8)
-    replica, seconds = RP.Replica(cost, policy, **sizes), 0.0
-    more = replica._more_seconds
-
-    def observe(plan):
-        nonlocal seconds
-        for seq, n in plan.run:
-            if seq.num_computed_tokens < seq.n_prompt:
-                seconds += n * cost.per_token + cost.per_key * n * (seq.num_computed_tokens + n / 2)
-        return more(plan)
-
-    replica._more_seconds = observe
-    SIM.simulate(TR.generate(text, seed), [replica], SIM.RoundRobin(), SIM.Report())
-    scheduler = replica.scheduler
-    return scheduler.n_admitted_tokens - scheduler.n_hit_tokens, seconds
-
-
 def test_policies_rag_cache_weighs_recomputation():
-    """RAGCache's claims, simulated: on shared documents fewer tokens are recomputed than under LRU;
-    where some documents follow a long prompt, whose keys they read, and others do not, the cost by
-    depth saves seconds. Of two leaves that are used equally often, the deeper one is kept."""
+    """RAGCache's claim, simulated: on shared documents more tokens are cached than under LRU. Of
+    two leaves that are used equally often, the deeper one, which costs more, is kept."""
     text = "rag:n=300,rate=3,documents=60,top=1,document=200/500,input=20,output=4:8"
-    mixed = "rag:n=200,rate=2,documents=40,top=1,document=100:400,input=20,output=4:8,system={}"
-    mixed = "+".join(mixed.format(tokens) for tokens in (2000, 16))
-    cost = RP.StepCost(5e-3, 1e-4, 1e-7)
-    lru, pgdsf = (rag_prefill(policy, text, 1, cost) for policy in ("fcfs", "rag-cache"))
-    assert pgdsf[0] < 0.95 * lru[0], (lru, pgdsf)
-    flat, deep = (rag_prefill(f"rag-cache:key_cost={k}", mixed, 1, cost) for k in (0, 1e-3))
-    assert deep[1] < 0.98 * flat[1], (flat, deep)
+    sizes = dict(num_blocks=350, prefix_cache=True)
+    lru, pgdsf = (sim_metrics(text, 1, policy=p, **sizes) for p in ("fcfs", "rag-cache"))
+    assert pgdsf["hit_rate"] > 1.02 * lru["hit_rate"], (lru, pgdsf)
     for key_cost in (0.0, 1e-3):
         policy, allocator = POLICY.KnowledgeCache(key_cost), P.BlockAllocator(4, 2)
         policy.begin_step(SimpleNamespace(allocator=allocator))
@@ -14321,10 +14070,9 @@ def test_policies_rag_cache_weighs_recomputation():
 
 
 def test_policies_pause_waste_is_memory_times_time():
-    """The waste of each choice equals its integral over small steps; the chosen one is the least,
-    so over any calls its total is at most that of any fixed choice, and each choice wins at times.
-    """
-    r, totals, chosen = random.Random(0), Counter(), Counter()
+    """The waste of a recomputation equals its integral over small steps; the chosen way wastes
+    least, and each is chosen at times."""
+    r, chosen = random.Random(0), Counter()
     for _ in range(300):
         context, other = r.randint(1, 5000), r.randint(0, 50_000)
         pause, per_token = 10 ** r.uniform(-2, 2), 10 ** r.uniform(-6, -3)
@@ -14334,31 +14082,27 @@ def test_policies_pause_waste_is_memory_times_time():
         done = [*accumulate(steps)]  # KV of the recomputed part, and of all others, waits
         discard = sum(n * per_token * (d - n / 2 + other) for n, d in zip(steps, done, strict=True))
         assert waste["discard"] == pytest.approx(discard)
-        assert waste["preserve"] == pause * context
-        assert waste["swap"] == 2 * swap * (context + other)
         choice = POLICY.choose_for_pause(context, pause, other, per_token, swap)
+        assert waste[choice] == min(waste.values())
         chosen[choice] += 1
-        totals.update(waste | {"min": waste[choice]})
-    assert totals["min"] < 0.9 * min(totals[x] for x in ("preserve", "discard", "swap"))
+    assert POLICY.pause_waste(10, 3.0, 5, 1.0, 2.0) == dict(preserve=30, discard=100, swap=60)
     assert set(chosen) == {"preserve", "discard", "swap"}
 
 
-POLICY_SPECS = [
-    "fcfs", "longest-prefix:patience=3", "fair:weights.a=2", "sjf",
-    "mlfq:quantum=2,levels=3,starve=9",
-    "qoe:ttft=0.01,rate=50,horizon=0.1,preemptions=9", "deadline:slo=1e-3,slos.a=5,group_size=2",
-    "slo-mix:slo=1e-3", "slo-mix:slo=7,base=1,per_token=1", "s3:buckets=3", "rag-cache",
+POLICY_SPECS = [  # those that do more than sort
+    "fair:weights.a=2", "mlfq:quantum=2,levels=3,starve=9", "slo-mix:slo=7,base=1,per_token=1",
+    "qoe:ttft=0.01,rate=50,horizon=0.1,preemptions=9", "s3:buckets=3", "rag-cache",
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("spec", one_in(2, POLICY_SPECS))
+@pytest.mark.parametrize("spec", POLICY_SPECS)
 def test_policies_change_no_token(spec):
     """Requests of several clients and priorities with shared prefixes, on the real Engine with few
     blocks, with and without swapping: tokens are those of greedy decoding alone, and every
     invariant holds after each step. All but s3, which reserves, preempt at least once."""
     model, (prompts, news) = paged_model(), paged_requests(14, seed=4)
     want, n_preempted = paged_greedy(model, prompts, news), 0
-    for swap, prefix in product((False, True), (False, True)):
+    for swap, prefix in ((False, True), (True, False)):
         clock, outputs = count(0.0, 0.01), []
         engine = paged_engine(
             model, num_blocks=12, max_num_batched_tokens=9, kv_swap=swap, prefix_cache=prefix,
@@ -14376,41 +14120,19 @@ def test_policies_change_no_token(spec):
     assert n_preempted > 0 or spec.startswith("s3")
 
 
-def test_policies_fair_client_is_not_starved_by_a_flood():
-    """On the real Engine: one client floods with 40 requests, another sends 3 later. Under fair all
-    of the latter end before a quarter of the flood has, under fcfs after nearly all of it."""
-    model = paged_model()
-    before = {}
-    for spec in ("fair", "fcfs"):
-        engine = paged_engine(model, max_num_seqs=2, policy=POLICY.make_policy(spec))
-        for i in range(40):
-            engine.add([5 + i, 6, 7], greedy(4), id=f"flood {i}", client="flood")
-        for _ in range(3):
-            engine.step()
-        for i in range(3):
-            engine.add([5 + i, 8, 9], greedy(4), id=f"other {i}", client="other")
-        order = [*paged_run(engine)]
-        before[spec] = max(order.index(f"other {i}") for i in range(3))
-    assert before["fair"] < 12 and before["fcfs"] >= 39
-
-
 REFUSED |= {
     f"policies: {spec}": (partial(POLICY.make_policy, spec), words)
     for spec, words in {
-        "lifo": "'lifo' is not a policy", "": "'' is not a policy",
+        "lifo": "'lifo' is not a policy",
         "fcfs:patience=3": "'patience' is not a field of policy fcfs: none",
         "longest-prefix:patience=0": "patience must be", "longest-prefix:patience=2.5": "patience",
         "fair:input_weight=-1": "input_weight", "fair:output_weight=nan": "output_weight",
         "fair:weights=2": "'weights' is not a field", "fair:weights.a=0": r"weights\.a must be",
-        "fair:weights.a=inf": r"weights\.a", "fair:share.a=1": r"'share\.a' is not a field",
-        "sjf:quantum=1": "'quantum'", "mlfq:quantum=0": "quantum", "mlfq:levels=65": "levels",
-        "mlfq:starve=0": "starve", "mlfq:levels=": "levels of policy mlfq must be an integer",
-        "qoe:ttft=-1": "ttft", "qoe:rate=0": "rate", "qoe:horizon=nan": "horizon",
-        "qoe:preemptions=-1": "preemptions", "deadline:slo=0": "slo must be",
-        "deadline:slos.a=nan": r"slos\.a", "deadline:group_size=0": "group_size",
-        "slo-mix:slo=0": "slo", "slo-mix:base=-1": "base", "slo-mix:per_token=inf": "per_token",
-        "s3:buckets=0": "buckets", "s3:deviations=-1": "deviations", "rag-cache:x=1": "'x'",
-        "rag-cache:key_cost=-1": "key_cost", "s3:buckets=2,buckets=3": "buckets .* twice",
+        "fair:share.a=1": r"'share\.a' is not a field", "sjf:quantum=1": "'quantum'",
+        "mlfq:quantum=0": "quantum", "mlfq:levels=65": "levels", "qoe:ttft=-1": "ttft",
+        "deadline:slo=0": "slo must be", "deadline:slos.a=nan": r"slos\.a",
+        "slo-mix:slo=0": "slo", "s3:buckets=0": "buckets", "rag-cache:key_cost=-1": "key_cost",
+        "s3:buckets=2,buckets=3": "buckets .* twice",
         "fair:weights.a=1,weights.a=2": r"weights\.a .* twice",
     }.items()
 }  # fmt: skip
@@ -14457,7 +14179,7 @@ def test_variants_invariants_on_random_traces(name):
     """Every policy, with failing workers, on random traces: variants_check; floors are kept by the
     policies that know them."""
     rng = random.Random(name)
-    for seed in range(6):
+    for seed in range(3):
         slo, workers = rng.choice((0.03, 0.06, 0.2)), rng.randint(1, 3)
         variants, n = variants_table(), 150
         if name == "cocktail":
@@ -14488,7 +14210,7 @@ def test_variants_infaas_beats_fixed_variants():
     than the fixed variant that satisfies all floors, in busy and in rented seconds; the latter also
     if it is scaled in the same way."""
     floors = lambda q: replace(q, floor=random.Random(q.index).choice((0, 0.6, 0.7, 0.78)))
-    traces = [[floors(q) for q in VA.trace(1000, 150, 3, 0.1, seed)] for seed in range(2)]
+    traces = [[floors(q) for q in VA.trace(1000, 150, 3, 0.1, 0)]]
     variants, infaas = variants_table(), VA.POLICIES["infaas"]
     of = lambda policy, vs, value: variants_mean(policy, vs, traces, value, startup=0.2)
     for v in variants:
@@ -14554,8 +14276,8 @@ def test_variants_ramsis_beats_greedy():
     """Poisson arrivals and an SLO near the slowest batch: more accurate than greedy at every margin
     that has no more violations. After a batch, states have the discount's probability."""
     variants = variants_table(sizes=(1, 2, 4, 8))
-    for slo, rate in ((0.03, 30), (0.03, 60), (0.04, 60)):
-        traces = [VA.trace(1000, rate, 1, slo, seed) for seed in range(2)]
+    for slo, rate in ((0.03, 30), (0.04, 60)):
+        traces = [VA.trace(1000, rate, 1, slo, 0)]
         ramsis = VA.Ramsis(variants, rate, slo)
         of = lambda choose, value: variants_mean(VS.Policy(choose), variants, traces, value, 1)
         missed, accuracy = 1 - of(ramsis, "in_time"), of(ramsis, "accuracy")
@@ -14606,8 +14328,7 @@ def test_variants_herd_equals_brute_force():
         assert sorted(m for group, _ in plan for m in group) == [*names]
         assert sum(w for _, w in plan) == 4 and max(len(group) for group, _ in plan) <= 2
         best = 0.0
-        for label in product(range(4), repeat=4):
-            groups = [[m for m, x in zip(names, label) if x == i] for i in sorted({*label})]
+        for groups in partitions([*names]):
             if max(map(len, groups)) <= 2:
                 for given in product(range(1, 5), repeat=len(groups)):
                     if sum(given) == 4:
@@ -14620,10 +14341,10 @@ def test_variants_slack_policies_beat_fixed_variants(name):
     """Bursts: slackfit meets more deadlines than each fixed variant of at least its accuracy, and
     is more accurate than the others; the learned router has the best quality under deadlines."""
     variants, slo = variants_table("large", "medium", "small"), 0.04
-    traces = [VA.trace(1000, 100, 3, slo, seed) for seed in range(3)]
+    traces = [VA.trace(1000, 100, 3, slo, 0)]
     policy = VA.POLICIES.get(name)
     if policy is None:
-        training = (VA.trace(1000, 100, 3, slo, 100 + seed) for seed in range(10))
+        training = (VA.trace(1000, 100, 3, slo, 100 + seed) for seed in range(6))
         policy = VS.Policy(VA.BestEffort(variants, slo).learn(training, 2))
     of = lambda value: variants_mean(policy, variants, traces, value)
     for v in variants:
@@ -14633,23 +14354,13 @@ def test_variants_slack_policies_beat_fixed_variants(name):
 
 
 def test_variants_cocktail():
-    """The weighted vote of models that are each good at some classes is better than the best of
-    them and than a plain majority; an ensemble shrinks with the slack, and survives the loss of a
-    member with the accuracy of the rest; a lost single is served again."""
-    g = torch.Generator().manual_seed(0)
-    truth = torch.randint(6, (4000,), generator=g)
-    sure = torch.tensor([[9, 9, 4, 4, 5, 5], [4, 4, 9, 9, 5, 5], [5, 5, 5, 5, 9, 9]]) / 10
-    right = torch.rand(3, 4000, generator=g) < sure[:, truth]
-    votes = torch.where(right, truth, torch.randint(6, (3, 4000), generator=g))
-    weights = VS.class_weights(votes[:, ::2], truth[::2], 6)
-    score = lambda answers: (answers == truth[1::2]).float().mean().item()
-    vote = score(VS.weighted_vote(votes[:, 1::2], weights))
-    plain = score(VS.weighted_vote(votes[:, 1::2], torch.ones_like(weights)))
-    assert vote > max(map(score, votes[:, 1::2])) + 0.05 and vote > plain
-    hits = (votes[0, ::2] == truth[::2])[votes[0, ::2] == 0]
-    overall = (votes[0, ::2] == truth[::2]).float().mean()
-    want = (hits.sum() + overall) / (len(hits) + 1)
-    assert weights[0, 0].item() == pytest.approx(want.item(), rel=1e-5)
+    """The weights of votes, and their sums; an ensemble shrinks with the slack, and survives the
+    loss of a member with the accuracy of the rest; a lost single is served again."""
+    votes, truth = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 0]]), torch.tensor([0, 1, 1, 0])
+    weights = VS.class_weights(votes, truth, 2)  # (times right + share of right ones) / (votes + 1)
+    assert weights.tolist() == [[1, 1], [(1 + 0.75) / 2, (2 + 0.75) / 4]]
+    three = torch.tensor([[0.6, 0.01], [0.3, 0.4], [0.2, 0.25]])  # 0.65 > 0.6, but 0.26 < 0.3
+    assert VS.weighted_vote(torch.tensor([[0, 1], [1, 0], [1, 1]]), three).tolist() == [1, 0]
 
     singles = variants_table("large", "medium", "small")
     every = {"large+medium+small": 0.88, "large+medium": 0.85, "large+small": 0.83}
@@ -14680,23 +14391,19 @@ def test_variants_program(tmp_path, capsys):
     VA.main(["--requests", "60"])
     rows = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "%  " in line]
     assert {*VA.POLICIES, "ramsis", "best-effort", "small-layers5"} <= {*rows}
-    path, shipped = tmp_path / "t.json", json.loads(VA.TABLE.read_text())
+    shipped = json.loads(VA.TABLE.read_text())
     first = shipped["variants"][0]
-    bad = [dict(latency={}), dict(latency=first["latency"] | {"4": -1}), dict(accuracy="x")]
-    bad.append(dict(accuracy=2))
-
-    def refused(*argv: str) -> None:
+    bad = [dict(latency={}), dict(latency=first["latency"] | {"4": -1}), dict(accuracy=2)]
+    mistakes = ["--workers 0", "--slo-ms nan", f"--calibrate --table {tmp_path}/no/t.json"]
+    for i, variants in enumerate(([], [{}], *([first | values] for values in bad))):
+        path = tmp_path / f"{i}.json"
+        path.write_text(json.dumps(shipped | dict(variants=variants, votes={})))
+        mistakes.append(f"--table {path}")
+    for argv in map(str.split, mistakes):
         with pytest.raises(SystemExit, match="1"):
             VA.main(argv)
         error = capsys.readouterr().err
         assert error.count("\n") == 1 and f"error: {argv[-2]}" in error
-
-    for variants in ([], [{}], *([first | values] for values in bad)):
-        path.write_text(json.dumps(shipped | dict(variants=variants, votes={})))
-        refused("--table", str(path))
-    for argv in ("--workers 0", "--requests 0", "--slo-ms nan", "--slo-ms 0"):
-        refused(*argv.split())
-    refused("--calibrate", "--table", str(tmp_path / "no" / "t.json"))
 
 
 @pytest.mark.slow
@@ -17546,14 +17253,9 @@ def test_colocation_pipelines_wait_as_md1_says_and_win_between_the_crossovers():
         assert abs(both / (1.1 + 0.55 * queue(load * 0.55)) - 1) < 0.03
         assert math.isclose(CO.md1_latency(load, 1.1, 0.55), 1.1 + 0.55 * queue(load * 0.55))
     low, high = CO.crossover_loads(1.1)
-    for load, pipeline_wins in (
-        (0.85 * low, 0),
-        (1.15 * low, 1),
-        (0.96 * high, 1),
-        (1.03 * high, 0),
-    ):
+    for load, wins in ((0.85 * low, 0), (1.15 * low, 1), (0.96 * high, 1), (1.03 * high, 0)):
         dedicated, both = two_way(load, 1.1, 1, 60000, 4)
-        assert (both < dedicated) == pipeline_wins, load
+        assert (both < dedicated) == wins, load
     dedicated, both = two_way(0.85 * low, 1.1, 4, 20000, 0)
     assert both < 0.8 * dedicated
     assert CO.crossover_loads(1.2) is None and CO.md1_latency(1, 1) == math.inf
@@ -17605,17 +17307,16 @@ def test_colocation_pool_of_heads_leaks_nothing(kind, monkeypatch):
         assert kind != "quotas" or sum(view.quota for view in views) == len(views[0].pool.refs)
 
     monkeypatch.setattr(CO, "serve_llms", partial(serve, observe=observe))
-    for seed in range(3):
-        trace = CO.llm_trace((30, 60, 60), (10, 100, 40), seconds=4, seed=seed)
-        latencies = CO.serve_with(kind, 240, trace)
-        assert all(t >= r.output * CO.LLMS[r.llm].weights for t, r in zip(latencies, trace))
-        assert all(len(view.pool.free) == len(view.pool.refs) for view in views)
+    trace = CO.llm_trace((30, 60, 60), (10, 100, 40), seconds=4, seed=0)
+    latencies = CO.serve_with(kind, 240, trace)
+    assert all(t >= r.output * CO.LLMS[r.llm].weights for t, r in zip(latencies, trace))
+    assert all(len(view.pool.free) == len(view.pool.refs) for view in views)
     assert max(preempted) > 0
 
 
 @pytest.mark.slow
 def test_colocation_one_pool_beats_static_halves():
-    """MuxServe's rows: the pool beats static halves where popularity differs, for three seeds; it
+    """MuxServe's rows: the pool beats static halves where popularity differs; it
     loses to a flood, from which quotas protect; prompts beside decoding end earlier than in turns,
     decoding beside decoding does not. A request alone takes the time of its steps."""
     rows = {(title, work, measure): pair for title, work, measure, *pair in CO.muxserve_rows()}
@@ -17628,12 +17329,9 @@ def test_colocation_one_pool_beats_static_halves():
     assert new < 0.95 * old
     old, new = rows[in_turns, "decoding only", "last finish, s"]
     assert abs(new / old - 1) < 0.02
-    for seed in range(3):
-        trace = CO.llm_trace((9, 200, 80), (1, 200, 80), seed=seed)
-        pair = [
-            CO.goodput(trace, CO.LLMS, CO.serve_with(k, 1400, trace)) for k in ("static", "pool")
-        ]
-        assert sum(pair[1]) > 1.5 * sum(pair[0])
+    trace = CO.llm_trace((9, 200, 80), (1, 200, 80), seed=0)
+    pair = [CO.goodput(trace, CO.LLMS, CO.serve_with(k, 1400, trace)) for k in ("static", "pool")]
+    assert sum(pair[1]) > 1.5 * sum(pair[0])
     llm, request = CO.LLMS[0], CO.Request(1.0, 0, 1000, 3)
     steps = [(512, 512), (488, 1000), (1, 1001), (1, 1002)]
     cost = [max(llm.token * n, llm.weights + llm.key * keys) for n, keys in steps]
@@ -17686,9 +17384,8 @@ def test_colocation_partitions_reach_the_rates_of_time_sharing():
             gains.append(rate > 1.02 * time_only)
         scaled = lambda factor: [(net, r * factor) for net, r in mix]
         plan = fits(scaled(rate)) if rate else []
-        assert not rate or sorted(d for gpu in plan for _, p in gpu for d in p) == sorted(
-            scaled(rate)
-        )
+        placed = sorted(d for gpu in plan for _, part in gpu for d in part)
+        assert not rate or placed == sorted(scaled(rate))
         assert all(sum(size for size, _ in gpu) <= 1 for gpu in plan)
         assert all(worst_in_simulation(gpu) <= 1 + 1e-6 for gpu in plan if gpu)
         blind = CO.max_rate(mix, partial(fits, predict=lambda a, b: 1.0))
@@ -17702,7 +17399,7 @@ def test_time_sharing_best_effort_kernels_beside_complementary_ones():
     sharing costs more than 50%; long kernels never run. Latencies are exact for small cases."""
     one = [TS.Kernel(1.0, 0.8, 0.1)]
     never, always = lambda *_: False, lambda *_: True
-    arrivals = TS.times(0, 80, 1500)
+    arrivals = TS.times(0, 80, 700)
     alone, _ = TS.share_gpu(arrivals, TS.HIGH_PRIORITY, one, never)
     assert alone == pytest.approx(CO.pipeline(arrivals, [sum(k.seconds for k in TS.HIGH_PRIORITY)]))
     assert TS.share_gpu([0.0], one, one, always)[0] == pytest.approx([1.6])  # 0.8 + 0.8
@@ -17745,10 +17442,8 @@ def test_time_sharing_groups_attain_no_less_than_fcfs_and_edf():
     for seed in range(20):
         jobs = TS.job_trace(seed, 6, n=40)
         groups = TS.QLM([1.0, 1.5], 4, 3, group_size=8).groups(jobs)[:6]
-        qlm, late = (
-            TS.QLM([1.0, 1.5], 4, 3),
-            lambda o: sum(t > job.deadline for job, t in qlm.starts(o, 5.0, None)),
-        )
+        qlm = TS.QLM([1.0, 1.5], 4, 3)
+        late = lambda o: sum(t > job.deadline for job, t in qlm.starts(o, 5.0, None))  # noqa: B023
         found = qlm.order(groups, 5.0, None)
         assert sorted(found) == sorted(groups)
         gaps.append(late(found) - min(late(o) for o in permutations(groups)))
@@ -21490,18 +21185,14 @@ def finetune_job(out: Path, **changes) -> finetune.FinetuneJob:
 def finetune_plainly(model: M.Transformer, job: finetune.FinetuneJob, text: torch.Tensor) -> list:
     """The losses of a job on whole batches; saves the adapter to job.out."""
     model = LO.apply_lora_(copy.deepcopy(model), job.rank, 2 * job.rank, seed=job.seed)
-    params, found = [*LO.adapter_parameters(model).values()], []
+    params, found = LO.adapter_parameters(model).values(), []
     optimizer = torch.optim.AdamW(params, betas=(0.9, 0.95))
     for step in range(job.steps):
         rows = DA.get_batch(text, job.seed, step, range(2), 2, job.seq_len)
         logits = model(rows[:, :-1], torch.arange(job.seq_len)).flatten(0, 1)
         loss = F.cross_entropy(logits, rows[:, 1:].flatten())
-        grads = torch.autograd.grad(loss, params, allow_unused=True)
-        norm = sum(g.square().sum() for g in grads if g is not None).sqrt()
-        for p, g in zip(params, grads):
-            p.grad = None if g is None else g * min(1, 1 / norm)
-        optimizer.param_groups[0]["lr"] = OP.learning_rate(step, job.steps, job.lr)
-        optimizer.step()
+        loss.backward()
+        optimizer_step(model, optimizer, OP.learning_rate(step, job.steps, job.lr))
         found.append(loss.item())
     LO.save_adapters(model, job.out, "", HF.hf_modules(model).__getitem__)
     return found
@@ -21534,13 +21225,10 @@ def test_finetune_beside_requests_equals_alone(config, tmp_path):
     assert max(a + b for a, b in used) <= 16 and sum(b for _, b in used) == 3 * 2 * 22 * 2
     assert sum(a > 0 and b > 0 for a, b in used) > 5  # steps that had both
     assert tuner.losses == pytest.approx(alone, rel=1e-5)
-    for name in (LO.WEIGHTS, LO.CONFIG):
-        a, b = (tmp_path / x / name for x in ("alone", "beside"))
-        if name == LO.CONFIG:
-            assert a.read_text() == b.read_text()
-            continue
-        a, b = load_file(a), load_file(b)
-        assert a.keys() == b.keys() and max(relative(b[key], a[key]) for key in a) < 1e-5
+    folders = tmp_path / "alone", tmp_path / "beside"
+    assert len({(folder / LO.CONFIG).read_text() for folder in folders}) == 1
+    a, b = (load_file(folder / LO.WEIGHTS) for folder in folders)
+    assert a.keys() == b.keys() and max(relative(b[key], a[key]) for key in a) < 1e-5
 
 
 def test_finetune_flag_trains_while_it_serves(tmp_path, monkeypatch):
@@ -21574,8 +21262,6 @@ REFUSED["finetune: fp16"] = (
     lambda: finetune.FineTuner(random_model(tiny(), 1).half(), finetune_job("x"), torch.arange(99)),
     "fp16 weights need loss scaling",
 )
-
-
 REFUSED["finetune: nested"] = (
     lambda: finetune.FinetuneJob.read(SimpleNamespace(read_text=lambda **_: "[" * 10**5)),
     "--finetune .*: not a JSON file",
@@ -21598,7 +21284,6 @@ for words, values in {
     "must be an object .* of data, out, rank": FINETUNE_JOB | dict(ranks=2),
     "data must be a list of paths, not 'x'": FINETUNE_JOB | dict(data="x"),
     "rank must be an integer above 0, not 0": FINETUNE_JOB | dict(rank=0),
-    "batch_size must be an integer above 0, not 0": FINETUNE_JOB | dict(batch_size=0),
     "seq_len must be an integer above 0, not True": FINETUNE_JOB | dict(seq_len=True),
     "alpha must be a number above 0, not 0": FINETUNE_JOB | dict(alpha=0),
     "lr must be a number above 0, not nan": FINETUNE_JOB | dict(lr=math.nan),
@@ -21647,6 +21332,45 @@ def adapter_engine(model, ranks: Sequence[int], kernels=None, seed=0, **options)
     return engine, expected
 
 
+def serve_by_name(engine, models, prompts, r, n, before=lambda: None, check=lambda _: None) -> None:
+    """n requests to any of the models by name, some with a higher priority, several samples or an
+    early end: greedy tokens and the log-probabilities of outputs and prompts are those of each
+    model alone. before() is called before a request, check(engine) after a step, which may fail
+    with ZeroDivisionError."""
+    requests, outputs = {}, {}
+
+    def step():
+        with contextlib.suppress(ZeroDivisionError):
+            engine.step()
+        check(engine)
+
+    for _ in range(n):
+        before()
+        name, ids = r.choice([*models]), r.choice(prompts)
+        params = greedy(r.randint(1, 20), n=r.choice((1, 1, 3)), adapter=name, logprobs=2)
+        more = dict(priority=r.randint(0, 2), prompt_logprobs=r.choice((None, 0)))
+        id = engine.add(ids, params, **more)
+        requests[id], outputs[id] = (models[name], ids, params), engine.outputs[id]
+        if r.random() < 0.1:
+            engine.abort(id := r.choice([*engine.outputs]))
+            del requests[id]
+        for _ in range(r.randint(0, 3)):
+            step()
+    while engine.unfinished:
+        step()
+    alone = functools.cache(lambda model, ids: greedy_tokens(model, torch.tensor([ids]), 20))
+    for id, (model, ids, params) in requests.items():
+        want = alone(model, tuple(ids))[: params.max_new_tokens]
+        for sample in outputs[id].samples:
+            assert sample.token_ids == want, (params.adapter, sample.finish_reason)
+        logp = model(torch.tensor([ids]))[0].log_softmax(-1)
+        assert abs(outputs[id].logprobs[0][0] - logp[-1].max().item()) < 1e-4
+        got = torch.tensor([found for found, *_ in outputs[id].prompt_logprobs])
+        want = logp[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+        close(got, want[: len(got)], 1e-4)
+    paged_idle(engine)
+
+
 def adapters_check(engine: P.Engine) -> None:
     """The allocator's invariants, and every block of a running sequence's adapter, and of those
     that are cached, has its weights."""
@@ -21671,24 +21395,18 @@ def draw_adapters(seed: int) -> SimpleNamespace:
     counts = [0, 1, 1, r.randint(2, 9), r.choice((20, 40, 70))]
     segments = [(r.randrange(-1, len(ranks)), r.choice(counts)) for _ in range(r.randint(1, 9))]
     segments = segments if any(n for _, n in segments) else [(0, 1)]
-    widths = r.choice(((24, 8, 8), (40, 40, 40), (130, 1, 7)))
+    heads = r.choice(((4, 2), (5, 5), (18, 1)))
     return SimpleNamespace(seed=seed, ranks=ranks, segments=segments, C=r.choice((40, 64, 97)),
-                           widths=widths, head_dim=r.choice((8, 16)),
+                           heads=heads, head_dim=r.choice((8, 16)),
                            merged=r.choice((None, 0)))  # fmt: skip
 
 
 def adapters_layer(case, dtype: torch.dtype, kernels) -> tuple:
-    """A pool of one attention's q, k and v, and its adapters' weights."""
-    rng, attention, model = seeded(case.seed), nn.Module(), nn.Module()
-    names = ("q_proj", "k_proj", "v_proj")
-    for name, width in zip(names, case.widths):
-        linear = nn.Linear(case.C, width, bias=False, device=DEVICE, dtype=dtype)
-        linear.weight.data.copy_(torch.randn(width, case.C, generator=rng) * case.C**-0.5)
-        setattr(attention, name, linear)
-    attention.linear_fn, layer = None, nn.Module()
-    layer.attention, model.layers = attention, nn.ModuleList([layer])
+    """The pool of a layer, its attention, and its adapters, of some of q, k and v, with weights."""
+    sizes = dict(zip(("n_heads", "n_kv_heads"), case.heads), dim=case.C, head_dim=case.head_dim)
+    model, names = random_model(tiny(n_layers=1, **sizes)), ("q_proj", "k_proj", "v_proj")
+    pool = AD.AdapterPool(model.to(DEVICE, dtype), kernels, lambda _: object())
     n = sum(n for _, n in case.segments)
-    pool = AD.AdapterPool(model.requires_grad_(False), kernels, lambda _: object())
     pages = torch.zeros(2, 2, 2000, 4, case.head_dim, device=DEVICE, dtype=dtype)
     allocator = P.BlockAllocator(1999, 4)
     random.Random(case.seed).shuffle(allocator.free)
@@ -21700,7 +21418,7 @@ def adapters_layer(case, dtype: torch.dtype, kernels) -> tuple:
         adapter = pool.add(f"a{i}", rank, 0.5 + i, weights)
         pool.load([(adapter, adapter.allocate())])
         each.append((adapter, weights))
-    return pool, attention, each
+    return pool, model.layers[0].attention, each
 
 
 def adapters_outcome(case, dtype: torch.dtype, kernels) -> tuple[list, list]:
@@ -21727,30 +21445,31 @@ def adapters_outcome(case, dtype: torch.dtype, kernels) -> tuple[list, list]:
     return [t.cpu() for t in got], want
 
 
-ADAPTER_PATHS = {"torch": AD.Batch.add_segments, "triton": AD.triton_kernels if AD.triton else None}
+ADAPTER_PATHS = {
+    "torch": AD.Batch.add_segments,
+    "c": cpu_decode.add_adapters,
+    "triton": AD.triton_kernels if AD.triton else None,
+}
+ADAPTER_CASES = [(path, seed) for path in ("torch", "c") for seed in range(6)]
+ADAPTER_CASES += [("triton", 3), ("triton", 4)]  # SGMV; BGMV, with a merged adapter
+ADAPTER_CASES += [pytest.param("triton", seed, marks=pytest.mark.slow) for seed in (1, 2)]
 
 
-@pytest.mark.parametrize("path", ADAPTER_PATHS)
-@pytest.mark.parametrize("seed", one_in(6, range(6)))
+@pytest.mark.parametrize("path, seed", ADAPTER_CASES)
 def test_adapters_segments_equal_float64(path, seed):
-    """Packed rows with adapters of mixed ranks, in blocks in any order: SGMV, BGMV and plain torch
-    equal float64; a linear that an adapter lacks gets nothing."""
-    if (kernels := ADAPTER_PATHS[path]) is None:
-        pytest.skip("needs Triton")
-    case = draw_adapters(seed)
+    """Packed rows with adapters of mixed ranks, in blocks in any order: SGMV, BGMV, plain torch and
+    C, with bf16's rounding of inputs and of A x, equal float64; a linear that an adapter lacks gets
+    nothing."""
+    kernels, case = ADAPTER_PATHS[path], draw_adapters(seed)
+    if kernels is None or path == "c" and cpu.load_kernels() is None:
+        pytest.skip("needs Triton, or a C compiler")
     dtype = torch.float32 if path == "torch" or seed % 3 else torch.float16
+    dtype = torch.bfloat16 if path == "c" else dtype
     for got, want in zip(*adapters_outcome(case, dtype, kernels)):
-        close(got, want, 20 * TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_adapters_c_kernel_equals_float64(seed):
-    """The same in C, with bf16's rounding of inputs and of A x."""
-    if cpu.load_kernels() is None:
-        pytest.skip("needs a C compiler")
-    case = draw_adapters(seed)
-    for got, want in zip(*adapters_outcome(case, torch.bfloat16, cpu_decode.add_adapters)):
-        assert relative(got.double(), want) < 8e-3
+        if path == "c":
+            assert relative(got.double(), want) < 8e-3
+        else:
+            close(got, want, 20 * TOLERANCE[dtype])
 
 
 def test_adapters_fused_layers_equal_plain_layers():
@@ -21758,32 +21477,21 @@ def test_adapters_fused_layers_equal_plain_layers():
     layers one by one, while the adapters change the result altogether."""
     if cpu.load_kernels() is None:
         pytest.skip("needs a C compiler")
-    config = tiny(head_dim=32, dim=64, ffn_dim=96)
-    model, outs = random_model(config), {}
+    model, outs = random_model(tiny(head_dim=32, dim=64, ffn_dim=96)), {}
+    prompts = [paged_prompt(n, seed=n) for n in (1, 2, 1, 3, 2, 1, 1)]
+    names = ("a0", None, "a2", "a1", "a0", None, "a2")
     for name, dtype in (("exact", torch.float64), ("plain", torch.bfloat16), ("c", torch.bfloat16)):
         kernels = cpu_decode.add_adapters if name == "c" else None
         net = cpu.swap_linear_(copy.deepcopy(model).to(dtype))
-        pool = AD.AdapterPool(net, kernels)
-        engine = paged_engine(net, adapters=pool, num_blocks=60)
+        engine, _ = adapter_engine(net, (1, 9, 16), kernels, num_blocks=200)
         if name == "c":
-            assert cpu_decode.install_(net).layer_groups is not None
-        adapters = []
-        for i, rank in enumerate((1, 9, 16)):
-            weights = lora_weights(pool.shapes, rank, i, ADAPTER_TARGETS[i])
-            adapters.append(pool.add(f"a{i}", rank, 1.0, weights))
-            pool.load([(adapters[-1], adapters[-1].allocate())])
-        rows = [(0, 1), (None, 2), (2, 1), (1, 3), (0, 2), (None, 1), (2, 1)]
-        ids = iter(random_tokens(config, 11).tolist())
-        free = iter(engine.allocator.free)
-        chunks = [P.Chunk([next(ids) for _ in range(n)], 0, [next(free)]) for _, n in rows]
+            assert cpu_decode.install_(engine.model).layer_groups is not None
         for mixed in (False, True):
-            step = engine.cache.step(chunks)
-            owners = [(None if i is None else adapters[i], n) for i, n in rows]
-            pool.prepare(owners if mixed else [])
-            with torch.inference_mode():
-                attend = partial(engine.cache.attend, step=step)
-                logits = net(step.tokens[None], step.positions[None], attend)
-            outs[name, mixed] = logits.double()
+            each = [greedy(1, adapter=n if mixed else None, logprobs=97) for n in names]
+            best = [output.logprobs[0] for output in engine.generate(prompts, each)]
+            rows = [dict(zip(ids, values)) for _, ids, values in best]
+            logp = torch.tensor([[row[i] for i in range(97)] for row in rows])
+            outs[name, mixed] = logp - logp.mean(1, keepdim=True)  # the logits, but for their mean
     for mixed in (False, True):
         exact = outs["exact", mixed]
         errors = {name: relative(outs[name, mixed], exact) for name in ("c", "plain")}
@@ -21828,105 +21536,47 @@ def test_adapters_kernels_compile_for_gpus(arch, tmp_path):
     assert printed.strip() == str(["_expand_kernel", "_shrink_kernel"])
 
 
-@pytest.mark.parametrize("seed", one_in(4, range(4)))
-def test_adapters_mixed_batch_equals_merged_models(seed):
-    """50 requests with adapters of ranks 4 to 64 or none, over shared prompts: greedy tokens are
-    those of each adapter merged into the weights, alone. Blocks are few: adapters are evicted and
-    loaded again, sequences preempted, swapped or recomputed, forked and drafted for."""
-    r, ranks = random.Random(seed), (4, 64, 8, 32, 16, 4)
+ADAPTER_RUNS = {  # fields of the config, options of the Engine
+    "recomputed": ({}, {}),
+    "swapped and drafted": ({}, dict(kv_swap=True)),
+    "windows": (dict(windows=(7, None), family="sheaf"), dict(prefix_cache=False)),
+    "all windows": (dict(windows=(7, 7), family="sheaf"), dict(prefix_cache=False, kv_swap=True)),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTER_RUNS)
+def test_adapters_mixed_batch_equals_merged_models(name):
+    """Requests with adapters of ranks 4 to 64 or none, over shared prompts: greedy tokens are those
+    of each adapter merged into the weights, alone. Blocks are few: adapters are evicted and loaded
+    again, sequences preempted, forked and drafted for; requests are aborted, steps fail, and
+    adapters are replaced by others of the same name. After each step all blocks add up, and those
+    of every adapter have its weights."""
+    config, options = ADAPTER_RUNS[name]
+    r, model, ranks = random.Random(name), random_model(tiny(n_layers=2, **config)), (4, 64, 8, 32)
 
     def drafter(tokens: list[int], k: int) -> tuple[list[int], None]:
         assert not engine.adapters.batch.segments, "its layers would run with adapters"
         return r.choices(tokens, k=k), None
 
-    options = dict(num_blocks=32, block_size=16, max_num_batched_tokens=24, max_num_seqs=6)
-    options |= dict(prefix_cache=seed != 3, kv_swap=seed in (1, 2))
-    options |= dict(drafter=drafter if seed % 2 else None)
-    model = random_model(tiny())
-    engine, expected = adapter_engine(model, ranks, seed=seed, **options)
+    options |= dict(num_blocks=32, block_size=16, max_num_batched_tokens=24, max_num_seqs=6)
+    options |= dict(drafter=drafter) if "drafted" in name else {}
+    engine, expected = adapter_engine(model, ranks, **options)
     prompts = [random_tokens(model.config, r.randint(1, 60), seed=i).tolist() for i in range(9)]
-    loads, load, requests, outputs = [], engine.adapters.load, {}, {}
-    engine.adapters.load = lambda plan: load((loads.append(a.name), (a, b))[1] for a, b in plan)
-    for _ in range(50):
-        name, ids = r.choice([*expected]), r.choice(prompts)
-        params = greedy(r.randint(1, 20), n=r.choice((1, 1, 3)), adapter=name, logprobs=2)
-        id = engine.add(ids, params, priority=r.randint(0, 2))  # a smaller one preempts
-        requests[id], outputs[id] = (name, ids, params), engine.outputs[id]
-        for _ in range(r.randint(0, 3)):
-            engine.step()
-            adapters_check(engine)
-    while engine.unfinished:
-        engine.step()
-        adapters_check(engine)
-    for id, (name, ids, params) in requests.items():
-        want = greedy_tokens(expected[name], torch.tensor([ids]), params.max_new_tokens)
-        want = want[: want.index(2) + 1] if 2 in want else want
-        for sample in outputs[id].samples:
-            assert sample.token_ids == want, (name, sample.finish_reason)
-        logits = expected[name](torch.tensor([ids]))[0, -1].log_softmax(-1)
-        assert abs(outputs[id].logprobs[0][0] - logits.max().item()) < 1e-4
-    assert len(loads) > len({*loads}) == len(ranks), "no adapter was evicted"
-    assert engine.stats()["preemptions"] > 0 and (seed == 3 or engine.stats()["hit_rate"] > 0)
+    pool, forward, loads, load = engine.adapters, engine._forward, [], engine.adapters.load
+    pool.load = lambda plan: load((loads.append(a.name), (a, b))[1] for a, b in plan)
+    engine._forward = lambda *args: forward(*args) if r.random() > 0.1 else 1 / 0
 
-
-def test_adapters_share_no_kv_with_another():
-    """One prompt with two adapters and without: each prefix is computed once per adapter, and an
-    adapter added again under its name does not find the KV of the first."""
-    engine, expected = adapter_engine(random_model(tiny()), (4, 8), num_blocks=120)
-    ids = random_tokens(tiny(), 33).tolist()
-    for round in range(2):
-        for name in expected:
-            hits = engine.scheduler.n_hit_tokens
-            engine.generate([ids], greedy(2, adapter=name))
-            assert engine.scheduler.n_hit_tokens - hits == 32 * round
-    pool = engine.adapters
-    pool.remove("a0")
-    weights = lora_weights(pool.shapes, 4, 99)
-    pool.register(pool.add("a0", 4, 1.0, weights))
-    hits = engine.scheduler.n_hit_tokens
-    (output,) = engine.generate([ids], greedy(8, adapter="a0"))
-    want = greedy_tokens(merged(expected[None], 1.0, weights), torch.tensor([ids]), 8)
-    assert engine.scheduler.n_hit_tokens == hits and output.token_ids == want
-    check_blocks(engine.allocator, [])
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_adapters_blocks_fuzz(seed):
-    """Random adds, aborts, failing steps, removed and added adapters: after every call all blocks
-    add up, and the blocks of every adapter have its weights."""
-    r, model = random.Random(seed), random_model(tiny(n_layers=2))
-    options = dict(num_blocks=50, block_size=8, max_num_batched_tokens=20, max_num_seqs=5)
-    options |= dict(prefix_cache=seed % 3 != 0, kv_swap=seed % 2 == 0)
-    engine, _ = adapter_engine(model, (4, 8, 16, 4), **options)
-    pool, forward = engine.adapters, engine._forward
-
-    def failing(*args):
+    def replace_one():
         if r.random() < 0.1:
-            raise RuntimeError("fault")
-        return forward(*args)
+            pool.remove(name := r.choice([*pool.adapters]))
+            weights = lora_weights(pool.shapes, 4, r.randrange(99))
+            pool.register(pool.add(name, 4, 1.0, weights))
+            expected[name] = merged(model, 1.0, weights)
 
-    engine._forward = failing
-    for _ in range(150):
-        action = r.choice(("add", "add", "step", "step", "step", "abort", "swap"))
-        if action == "add":
-            ids = r.choices(range(3, 97), k=r.randint(1, 30))
-            with contextlib.suppress(ValueError):
-                name = r.choice([None, *pool.adapters])
-                engine.add(ids, greedy(r.randint(1, 12), n=r.choice((1, 2)), adapter=name))
-        elif action == "abort" and engine.outputs:
-            engine.abort(r.choice([*engine.outputs]))
-        elif action == "swap" and r.random() < 0.3:
-            name = r.choice([*pool.adapters])
-            pool.remove(name)
-            pool.register(pool.add(name, 4, 1.0, lora_weights(pool.shapes, 4, r.randrange(99))))
-        elif action == "step":
-            with contextlib.suppress(RuntimeError):
-                engine.step()
-        adapters_check(engine)
-    engine._forward = forward
-    while engine.unfinished:
-        engine.step()
-    paged_idle(engine)
+    serve_by_name(engine, expected, prompts, r, 40, replace_one, adapters_check)
+    assert len(loads) > len({*loads}) == len(ranks), "no adapter was evicted"
+    stats = engine.stats()
+    assert stats["preemptions"] > 0 and (stats["hit_rate"] > 0) == ("window" not in name)
 
 
 def test_adapters_on_quantized_linears_and_kv():
@@ -21949,24 +21599,6 @@ def test_adapters_on_quantized_linears_and_kv():
         adapters_check(engine)
 
 
-@pytest.mark.parametrize("windows", [(7, 7, 7), (7, None, 7)])
-def test_adapters_of_layers_with_windows(windows):
-    """Rings of blocks leave an adapter's alone: tokens are those of the merged model, also of a
-    request that fits beside the adapter only because its blocks are reused."""
-    model = random_model(tiny(windows=windows, family="sheaf"))
-    sizes = dict(block_size=8, max_num_batched_tokens=8, max_num_seqs=2, prefix_cache=False)
-    engine, expected = adapter_engine(model, (4,), num_blocks=60, **sizes)
-    num_blocks = engine.adapters.get("a0").num_blocks + 8
-    num_blocks += 8 * (None in windows)  # a layer without a window keeps all
-    engine, expected = adapter_engine(model, (4,), num_blocks=num_blocks, **sizes)
-    ids = random_tokens(model.config, 60).tolist()
-    outputs = engine.generate([ids, ids[:9]], greedy(30, adapter="a0", ignore_eos=True))
-    for output, prompt in zip(outputs, (ids, ids[:9])):
-        want = greedy_tokens(expected["a0"], torch.tensor([prompt]), 30)
-        assert output.error is None and output.token_ids == want
-    adapters_check(engine)
-
-
 def test_adapters_waiting_requests_prefetch():
     """While a request waits for a slot and blocks are free, its adapter's weights are loaded."""
     engine, _ = adapter_engine(random_model(tiny()), (4, 8), num_blocks=200, max_num_seqs=1)
@@ -21987,11 +21619,8 @@ def test_adapters_logits_equal_peft(tmp_path):
     HF.save_checkpoint(model, tmp_path / "base")
     pool = AD.AdapterPool(copy.deepcopy(model))
     engine = paged_engine(pool.model, adapters=pool, num_blocks=200)
-    hf_names = HF.hf_modules(model)
-    shapes = {hf_names[name]: shape for name, shape in pool.shapes.items()}
     for i, rank in enumerate((4, 16)):
-        COMPARE_ADAPTERS.write_adapter(tmp_path / f"a{i}", shapes, rank, i, str(tmp_path / "base"))
-        SRUN.register_adapter(pool, f"a{i}", tmp_path / f"a{i}")
+        SRUN.register_adapter(pool, f"a{i}", adapter_folder(tmp_path / f"a{i}", model, rank, i))
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     theirs = peft.PeftModel.from_pretrained(base, tmp_path / "a0", "a0").eval()
     theirs.load_adapter(tmp_path / "a1", "a1")
@@ -22053,20 +21682,17 @@ def bad_adapters(folder: Path, model) -> Iterator[tuple[str, Path, str]]:
     yield "a", make(folder / "zero", r=0), "rank must be an integer above 0"
     yield "a", make(folder / "alpha", lora_alpha=math.inf), "alpha"
     yield "a", make(folder / "large", rank=300), "rank 300 is more than 256"
-    yield "a", make(folder / "wide", model=random_model(tiny(dim=64))), "has shape"
     yield "a", make(folder / "deep", model=random_model(tiny(n_layers=9))), "no pair of"
     (make(folder / "half") / LO.WEIGHTS).unlink()
     yield "a", folder / "half", "adapter_model.safetensors: cannot be read"
     (make(folder / "cut") / LO.WEIGHTS).write_bytes(b"\0" * 99)
     yield "a", folder / "cut", "cannot be read"
-    for name, change in (("nan", lambda t: t * math.nan), ("inf", lambda t: t * 1e39)):
-        path = make(folder / name) / LO.WEIGHTS
-        tensors = load_file(path)
-        tensors[max(tensors)] = change(tensors[max(tensors)] + 1)
-        save_file(tensors, path)
-        yield "a", folder / name, "not finite"
+    tensors = load_file(make(folder / "nan") / LO.WEIGHTS)
+    tensors[max(tensors)] *= math.nan
+    save_file(tensors, folder / "nan" / LO.WEIGHTS)
+    yield "a", folder / "nan", "not finite"
     good = make(folder / "good")
-    for name in ("../a", "a/b", "", ".a", "a\nb", "a b", "x" * 200):
+    for name in ("../a", "", "a\nb", "x" * 200):
         yield name, good, "a name has letters"
 
 
@@ -22086,13 +21712,14 @@ def test_adapters_bad_ones_are_refused(tmp_path):
         assert len(str(e.value).splitlines()) == 1, str(e.value)
         adapters_check(engine)
         n += 1
-    assert [*pool.adapters] == ["a0"] and not output.finished and n > 15
+    assert [*pool.adapters] == ["a0"] and not output.finished and n > 12
     good = SRUN.read_adapter(pool, "a0", tmp_path / "good")
     weights = lora_weights(pool.shapes, 4, 0, dtype=torch.float64)
     weights = {name: (1e99 * a, b) for name, (a, b) in weights.items()}  # inf in the model's dtype
     for call, words in (
         (lambda: pool.add("wide", 4, 1.0, weights), "not finite"),
         (lambda: pool.register(good), "loaded already"),
+        (lambda: SRUN.register_adapter(pool, "b", tmp_path), f"--adapters b={tmp_path}: "),
         (lambda: pool.remove("b"), "'b' is not loaded; loaded: a0"),
         (lambda: engine.add(ids, greedy(1, adapter="b")), "'b' is not loaded"),
         (lambda: engine.add(ids, greedy(1, adapter=3)), "adapter must be a name"),
@@ -22107,33 +21734,6 @@ def test_adapters_bad_ones_are_refused(tmp_path):
     want = greedy_tokens(expected["a0"], torch.tensor([ids]), 60)
     assert output.token_ids == want
     paged_idle(engine)
-
-
-def test_adapters_batch_of_generate(tmp_path):
-    """--batch with --adapters: the field adapter; the tokens of --adapter, which merges it, and a
-    line with an unknown name gets an error and harms no other. A bad folder is one line."""
-    model, _ = http_small()
-    for i in range(2):
-        adapter_folder(tmp_path / f"a{i}", model, 4 + i, i)
-    lines = [{"prompt": "def f(", "max_new_tokens": 6, "adapter": name, "temperature": 0}
-             for name in ("a0", "a1", "a2")]  # fmt: skip
-    lines.append({"prompt": "def f(", "max_new_tokens": 6, "temperature": 0})
-    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    flags, out = ["--dtype", "fp32", "--device", "cpu"], tmp_path / "out.jsonl"
-    each = ",".join(f"a{i}={tmp_path / f'a{i}'}" for i in range(2))
-    done = run_generate("--batch", tmp_path / "in.jsonl", "--out", out, "--adapters", each, *flags)
-    assert done.code == 0, done.err
-    results = {r["line"]: r for r in map(json.loads, open(out))}
-    assert "adapter 'a2' is not loaded" in results[3]["error"]
-    flags += ["--temperature", 0, "--max-new-tokens", 6, "--json"]
-    for line, name in ((1, "a0"), (2, "a1"), (4, None)):
-        more = [] if name is None else ["--adapter", tmp_path / name]
-        alone = run_generate("def f(", *flags, *more)
-        assert results[line]["tokens"] == json.loads(alone.out)["tokens"]
-    assert results[1]["tokens"] != results[4]["tokens"] != results[2]["tokens"]
-    bad = ["--batch", tmp_path / "in.jsonl", "--adapters", f"a={tmp_path}"]
-    done = run_generate(*bad, *flags[:4])
-    assert done.code == 2 and "error: --adapters a=" in done.err.splitlines()[-1]
 
 
 async def cancelled_run(engine: ASYNC.AsyncEngine) -> list:
@@ -22158,11 +21758,10 @@ def test_adapters_over_http(tmp_path):
     runs; a bad one is a 400 or 404 that harms nobody. Without a key only this machine may."""
     model, tokenizer = http_small()
     model, folder = copy.deepcopy(model), adapter_folder(tmp_path / "a", model, 8)
-    model.layer_groups = None
-    shapes, names = AD.AdapterPool(copy.deepcopy(model)).shapes, HF.hf_modules(model)
+    model.layer_groups, names = None, HF.hf_modules(model)
+    shapes = AD.AdapterPool(copy.deepcopy(model)).shapes
     _, _, weights = LO.read_adapters(folder, shapes, lambda x: names.get(x, x))
-    expected = merged(model, 1.0, weights)
-    pool = SRUN.make_pool(model)
+    expected, pool = merged(model, 1.0, weights), SRUN.make_pool(model)
     ask = dict(prompt="def f(", max_tokens=8, temperature=0)
     texts = {}
     for name, net in (("test", model), ("a", expected)):
@@ -22174,12 +21773,11 @@ def test_adapters_over_http(tmp_path):
         post = partial(http_post, url)
         assert post("/v1/completions", ask | {"model": "a"}).status_code == 404
         with ThreadPoolExecutor() as threads:
-            slow = threads.submit(post, "/v1/completions", ask | {"max_tokens": 300})
+            slow = threads.submit(post, "/v1/completions", ask | {"max_tokens": 100})
             for body, status, words in (
                 ({"lora_name": "a", "lora_path": str(tmp_path)}, 400, "adapter_config.json"),
                 ({"lora_name": "../a", "lora_path": str(folder)}, 400, "a name has letters"),
                 ({"lora_name": "test", "lora_path": str(folder)}, 400, "the model's own"),
-                ({"lora_name": "a"}, 400, "lora_path must be"),
                 ({"lora_name": "a", "lora_path": str(folder), "x": 1}, 400, "x is not supported"),
                 ({"lora_name": "a", "lora_path": str(folder)}, 200, "Success"),
                 ({"lora_name": "a", "lora_path": str(folder)}, 400, "loaded already"),
@@ -22196,8 +21794,9 @@ def test_adapters_over_http(tmp_path):
         assert post("/v1/unload_lora_adapter", {"lora_name": "b"}).status_code == 404
         assert post("/v1/unload_lora_adapter", {"lora_name": "a"}).status_code == 200
         assert post("/v1/completions", ask | {"model": "a"}).status_code == 404
-        assert not asyncio.run_coroutine_threadsafe(cancelled_run(server.engine),
-                                                    server.engine.loop).result()
+        assert not asyncio.run_coroutine_threadsafe(
+            cancelled_run(server.engine), server.engine.loop
+        ).result()
         assert post("/v1/completions", ask).status_code == 200
         host = SimpleNamespace(host="10.0.0.1")
         with pytest.raises(OA.APIError, match="from this machine"):
@@ -22296,43 +21895,11 @@ def test_shared_models_mixed_batch_equals_separate_models(seed, kind, tmp_path):
     engine = paged_engine(pool.model, adapters=pool, drafter=drafter, **options)
     config = models[None].config
     prompts = [random_tokens(config, r.randint(2, 30), seed=i).tolist() for i in range(4)]
-    requests, outputs, mixed, prepare = {}, {}, [], pool.prepare
+    mixed, prepare = [], pool.prepare
     pool.prepare = lambda rows: (mixed.append(len({m for m, _ in rows})), prepare(rows))
-    for _ in range(24):
-        name, ids = r.choice([*models]), r.choice(prompts)
-        params = greedy(r.randint(1, 20), n=r.choice((1, 1, 3)), adapter=name, logprobs=2)
-        id = engine.add(ids, params, priority=r.randint(0, 2), prompt_logprobs=0)
-        requests[id], outputs[id] = (name, ids, params), engine.outputs[id]
-        for _ in range(r.randint(0, 2)):
-            engine.step()
-    while engine.unfinished:
-        engine.step()
-    alone = functools.cache(lambda n, ids: greedy_tokens(models[n], torch.tensor([ids]), 20))
-    for id, (name, ids, params) in requests.items():
-        want = alone(name, tuple(ids))[: params.max_new_tokens]
-        for sample in outputs[id].samples:
-            assert sample.token_ids == want, (name, sample.finish_reason)
-        logp = models[name](torch.tensor([ids]))[0].log_softmax(-1)
-        assert abs(outputs[id].logprobs[0][0] - logp[-1].max().item()) < 1e-4
-        got = [found for found, *_ in outputs[id].prompt_logprobs]
-        close(torch.tensor(got), logp[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0], 1e-4)
-    assert max(mixed) > 2 and engine.stats()["preemptions"] > 0
-    paged_idle(engine)
-
-
-def test_shared_models_share_no_kv(tmp_path):
-    """One prompt with each model, twice: its prefix is computed once per model, though all layers
-    of the first tokens may be the same."""
-    pool, models = shared_models(tmp_path, "dense")
-    engine = paged_engine(pool.model, adapters=pool, num_blocks=120)
-    ids = random_tokens(tiny(), 33).tolist()
-    for round in range(2):
-        for name in models:
-            hits = engine.scheduler.n_hit_tokens
-            engine.generate([ids], greedy(2, adapter=name))
-            assert engine.scheduler.n_hit_tokens - hits == 32 * round
-    with pytest.raises(ValueError, match="model 'd' is not loaded; loaded: a, b, c"):
-        engine.add(ids, greedy(1, adapter="d"))
+    serve_by_name(engine, models, prompts, r, 24)
+    stats = engine.stats()
+    assert max(mixed) > 2 and stats["preemptions"] > 0 and stats["hit_rate"] > 0
 
 
 def test_shared_models_attention_tensors_must_be_the_same(tmp_path):
@@ -22358,69 +21925,65 @@ def small_fine_tune(path: Path, *starts: str, **changes) -> Path:
     return path
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_shared_models_batch_of_generate(dtype, tmp_path):
-    """--batch with --models: the field adapter names a model; tokens are those of --checkpoint. At
-    start the bytes are printed. In bf16 the layers that all share are fused."""
-    starts = dict(a=("layers.1.", "layers.4."), b=("embed.", "norm."))
-    folders = {name: small_fine_tune(tmp_path / name, *x) for name, x in starts.items()}
-    names = ("a", "b", "c", None) if dtype == "fp32" else ("a", "a", "b")
+@pytest.mark.parametrize("flag, dtype", product(("adapters", "models"), ("fp32", "bf16")))
+def test_shared_models_and_adapters_of_a_batch(flag, dtype, tmp_path):
+    """--batch with --adapters or --models: the field adapter names one; tokens are those of
+    --adapter, which merges it, or of --checkpoint. A line with an unknown name gets an error and
+    harms no other. In bf16 the layers that all share are fused."""
+    folders, starts = [tmp_path / "a", tmp_path / "b"], [("layers.1.", "layers.4."), ("embed.",)]
+    for i, folder in enumerate(folders):
+        if flag == "models":
+            small_fine_tune(folder, *starts[i])
+        else:
+            adapter_folder(folder, http_small()[0], 4 + i, i)
+    names = ("a", "b", "c", None) if dtype == "fp32" else ("a", "a")
     ask = {"prompt": "def f(", "max_new_tokens": 6, "temperature": 0}
     lines = [ask | ({} if name is None else {"adapter": name}) for name in names]
-    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    flags, out = ["--dtype", dtype, "--device", "cpu"], tmp_path / "out.jsonl"
-    each = ",".join(f"{name}={folder}" for name, folder in folders.items())
-    done = run_generate("--batch", tmp_path / "in.jsonl", "--out", out, "--models", each, *flags)
+    each = ",".join(f"{folder.name}={folder}" for folder in folders)
+    more = f"--{flag} {each} --dtype {dtype}"
+    done = run_generate("--batch", serving_file(tmp_path / "in.jsonl", lines), *more.split())
     assert done.code == 0, done.err
-    for name in folders:
-        (line,) = [x for x in done.err.splitlines() if x.startswith(f"model {name}: ")]
-        got = [*map(float, re.findall(r"([\d.]+) MB", line))]
-        sizes = {n: p.nbytes / 1e6 for n, p in http_small(dtype)[0].named_parameters()}
-        own = sum(size for n, size in sizes.items() if n.startswith(starts[name]))
-        assert got == pytest.approx([own, sum(sizes.values()) - own], abs=0.06)
-    results = {r["line"]: r for r in map(json.loads, open(out))}
-    alone = {}
+    results, alone = serving_results(tmp_path / "in.results.jsonl"), {}
     for line, name in enumerate(names, 1):
         if name == "c":
-            assert "model 'c' is not loaded; loaded: a, b" in results[line]["error"]
+            assert "'c' is not loaded; loaded: a, b" in results[line]["error"]
             continue
-        more = [] if name is None else ["--checkpoint", folders[name]]
-        more += ["--temperature", 0, "--max-new-tokens", 6, "--json"]
-        alone[name] = json.loads(run_generate("def f(", *flags, *more).out)["tokens"]
+        own = f"--{'checkpoint' if flag == 'models' else 'adapter'} {tmp_path / str(name)}"
+        own = own if name else f"--checkpoint {SMALL}"
+        flags = f"{own} --dtype {dtype} --temperature 0 --max-new-tokens 6 --json"
+        alone[name] = json.loads(run_generate("def f(", *flags.split()).out)["tokens"]
         assert results[line]["tokens"] == alone[name]
-    assert alone["a"] != alone["b"]
+    assert len({*map(tuple, alone.values())}) == len(alone)
 
 
 def test_shared_models_over_http(monkeypatch, tmp_path):
-    """--serve with --models: each is a model of the API; none can be loaded at run time."""
+    """--serve with --models: the bytes of each are printed, each is a model of the API; none can be
+    loaded at run time."""
     folder, calls = small_fine_tune(tmp_path / "a", "layers.3."), []
 
     def record(args, make_engine, model, listener, device, pool):
         listener.close()
-        calls.append((model, make_engine.args[0], pool))
+        calls.append((model, make_engine.args[0].engine.adapters, pool))
 
     monkeypatch.setattr(SRUN, "serve_engine", record)
     flags = ["--serve", "0", "--dtype", "fp32", "--device", "cpu", "--models", f"a={folder}"]
     done = run_generate(*flags)
     assert done.code == 0, done.err
-    ((model, service, pool),) = calls
-    assert pool is None and [*model.adapters] == ["a"]
-    expected = HF.load_checkpoint(folder, dtype=torch.float32)
-    ids = model.tokenizer.encode("def f(", True)
-    for name, net in (("a", expected), ("small", http_small()[0])):
-        call = OA.parse_completion({"model": name, "prompt": "def f(", "temperature": 0}, model)
-        (request,) = call.requests
-        service.engine.output_callback = None  # tokens, no text
-        with torch.inference_mode():
-            (output,) = service.engine.generate([request.ids], request.params)
-            assert output.token_ids == greedy_tokens(net, torch.tensor([ids]), 16)
+    got = [*map(float, re.search(r"model a: .*?([\d.]+) MB.*?([\d.]+) MB", done.err).groups())]
+    sizes = {n: p.nbytes / 1e6 for n, p in http_small()[0].named_parameters()}
+    own = sum(size for n, size in sizes.items() if n.startswith("layers.3."))
+    assert got == pytest.approx([own, sum(sizes.values()) - own], abs=0.06)
+    ((model, models, pool),) = calls
+    assert pool is None and [*model.adapters] == [*models.adapters] == ["a"]
+    for name, adapter in (("a", "a"), ("small", None)):
+        call = OA.parse_completion({"model": name, "prompt": "def f("}, model)
+        assert [request.params.adapter for request in call.requests] == [adapter]
 
 
 def bad_shared_models(folder: Path) -> Iterator[tuple[str, Path, str]]:
     """Name, folder, and words of the one line that refuses it."""
     make = small_fine_tune
     yield "a", folder / "none", "none/config.json: No such file"
-    yield "a", REPO / "README.md", "README.md"
     yield "a", REPO / "checkpoints/moe", "but"
     yield "a", make(folder / "rope", rope_theta=5e5), "rope_theta is 500000.0, but 10000.0"
     yield "a", make(folder / "eos", eos_token_id=[2, 3]), "eos_ids is (2, 3)"
@@ -22431,12 +21994,9 @@ def bad_shared_models(folder: Path) -> Iterator[tuple[str, Path, str]]:
     yield "a", other, "holds neither tokenizer.json"
     quantize_save(Q.quantize_(HF.load_checkpoint(GCONF.SHIPPED), "int8"), folder / "int8", "int8")
     yield "a", folder / "int8", "it is quantized"
-    (make(folder / "cut") / "model.safetensors").write_bytes(b"\0" * 99)
-    yield "a", folder / "cut", "cannot be read"
     good = make(folder / "good", "layers.0.")
     yield "small", good, "the name is that of --checkpoint"
-    for name in ("../a", "a/b", ".a", "a b", "x" * 200):
-        yield name, good, "a name has letters"
+    yield "../a", good, "a name has letters"
     yield f"a={good},a", good, "model 'a' is given twice"
 
 
@@ -22521,62 +22081,21 @@ def test_vattention_window_is_a_ring_of_pages():
     assert engine.scheduler.max_blocks == 3 and engine.cache.committed_bytes == 0
 
 
-class VirtualWorld:
-    """Sequences of a VirtualKVCache of one layer, and what each should hold: (n, 2, 1, 64)."""
+def virtual_layer(spare: int) -> VM.VirtualKVCache:
+    """A cache of one layer, whose kernel returns all keys and values: (S, 2, 1, 64)."""
+    config = SimpleNamespace(n_layers=1, n_kv_heads=1, head_dim=64, context=160)
+    kernel = lambda q, k, v, **_: torch.stack((k, v), 2).flatten(0, 1).clone()[None]
+    more = dict(num_slots=6, spare=spare, attention=kernel)
+    return VM.VirtualKVCache(config, 48, 16, torch.bfloat16, CPU, **more)
 
-    def __init__(self, seed: int, spare: int):
-        config = SimpleNamespace(n_layers=1, n_kv_heads=1, head_dim=64, context=160)
-        bf16, cpu = torch.bfloat16, torch.device("cpu")
-        kernel = lambda q, k, v, **_: torch.stack((k, v), 2).flatten(0, 1).clone()[None]
-        self.cache = VM.VirtualKVCache(
-            config, 48, 16, bf16, cpu, num_slots=6, spare=spare, attention=kernel
-        )
-        self.allocator = P.BlockAllocator(48, 16, prefix_cache=False)
-        self.r, self.kv, self.tables = random.Random(seed), {}, {}
 
-    def grow(self, slot: int, n: int) -> None:
-        """n more tokens: its last block is copied if it is shared."""
-        kv = self.kv.setdefault(slot, torch.zeros(0, 2, 1, 64, dtype=torch.bfloat16))
-        table, start = self.tables.setdefault(slot, []), len(kv)
-        if start % 16 and self.allocator.refs[table[-1]] > 1:
-            shared, table[-1] = table[-1], self.allocator.allocate()
-            self.cache.copy([(shared, table[-1])])
-            self.allocator.release([shared])
-        while len(table) * 16 < start + n:
-            table.append(self.allocator.allocate())
-        new = torch.full((n, 2, 1, 64), self.r.random(), dtype=torch.bfloat16)
-        self.kv[slot] = torch.cat((kv, new))
-        assert torch.equal(self.run(slot, start, new), self.kv[slot])
-
-    def run(self, slot: int, start: int, new: torch.Tensor, written: int = 0) -> torch.Tensor:
-        """One step with these new tokens; all KV of the sequence."""
-        chunk = P.Chunk([0] * len(new), start, self.tables[slot], written, slot)
-        names = "window softcap alibi_slopes sinks latent_dim"
-        spec = SimpleNamespace(index=0, scale=1.0, **dict.fromkeys(names.split()))
-        keys, values = new[None].unbind(2)
-        step = self.cache.step([chunk])
-        return self.cache.attend(spec, keys, keys, values, None, step=step)[0]
-
-    def fork(self, slot: int, to: int) -> None:
-        self.kv[to] = self.kv[slot]
-        self.tables[to] = [*map(self.allocator.share, self.tables[slot])]
-
-    def end(self, slot: int) -> None:
-        self.allocator.release(self.tables.pop(slot))
-        del self.kv[slot]
-
-    def one(self) -> None:
-        """A random operation; the Engine calls reclaim after each."""
-        slot, room = self.r.randrange(6), self.allocator.n_free
-        n = min(self.r.choice((1, 1, 1, 5, 16, 40)), 160 - len(self.kv.get(slot, ())))
-        if slot in self.kv and (self.r.random() < 0.1 or n == 0):
-            self.end(slot)
-        elif slot not in self.kv and self.kv and self.r.random() < 0.3:
-            self.fork(self.r.choice([*self.kv]), slot)
-        elif room >= 1 + -(-n // 16):
-            self.grow(slot, n)
-        self.cache.reclaim(self.allocator.free)
-        self.cache.ahead.result()
+def virtual_write(cache, new: torch.Tensor, start: int, slot: int, written: int = 0):
+    """A step of a sequence in the first blocks with new (T, 2, 1, 64) KV; all KV of it."""
+    chunk = P.Chunk([0] * len(new), start, [0, 1, 2], written, slot)
+    names = "window softcap alibi_slopes sinks latent_dim"
+    spec = SimpleNamespace(index=0, scale=1.0, **dict.fromkeys(names.split()))
+    keys, values = new[None].unbind(2)
+    return cache.attend(spec, keys, keys, values, None, step=cache.step([chunk]))[0]
 
 
 def kept_by_the_system(memory: MEM.HostMemory) -> int:
@@ -22584,69 +22103,52 @@ def kept_by_the_system(memory: MEM.HostMemory) -> int:
     return os.fstat(memory.fd).st_blocks * 512
 
 
-def resident_bytes(memory: MEM.HostMemory) -> int:
-    """Of its ranges of addresses, by /proc/self/smaps; a page counts at each of its addresses."""
-    total, inside = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if match := re.match("([0-9a-f]+)-[0-9a-f]+ ", line):
-            at = int(match[1], 16)
-            inside = any(first <= at < first + nbytes for first, nbytes in memory.ranges)
-        elif inside and line.startswith("Rss:"):
-            total += int(line.split()[1]) * 1024
-    return total
-
-
 @pytest.mark.parametrize("spare", [0, 5])
 def test_vattention_commits_what_is_used(spare):
-    """5,000 random operations (grow, fork, copy on write, end, reuse): each sequence reads its own
-    KV as one tensor; committed bytes are what the kernel counts: less than one block per sequence
-    above the used bytes, besides the spare blocks. All go back at the end."""
-    world = VirtualWorld(spare, spare)
-    cache, allocator, block = world.cache, world.allocator, 16 * 2 * 64 * 2
-    assert cache.reserved_bytes == (48 + 6 * 10) * block and block == cache.memory.page_bytes
-    for _ in range(5000):
-        world.one()
-        blocks = {b for table in world.tables.values() for b in table}
-        unused = {table[-1]: -len(world.kv[slot]) % 16 for slot, table in world.tables.items()}
-        used = len(blocks) * block - sum(unused.values()) * block // 16
+    """Requests come, fork, copy on write, are preempted and end: after each step committed bytes
+    are what the kernel counts, those of the blocks in use and of the spare ones, and all go back
+    at the end. Tokens are those of each request alone."""
+    r, model = random.Random(spare), paged_model()
+    make = virtual_cache(num_slots=6, spare=spare)
+    options = dict(num_blocks=7, block_size=16, max_num_seqs=6, prefix_cache=False, kv_swap=True)
+    engine = paged_engine(model, cache=make, **options)
+    cache, block = engine.cache, engine.cache.memory.page_bytes
+    assert cache.reserved_bytes == (7 + 6 * cache.slot_blocks) * block
+    prompts = [paged_prompt(r.randint(1, 40), i) for i in range(40)]
+    params = [greedy(r.choice((1, 9, 30)), n=r.choice((1, 3))) for _ in prompts]
+    todo, outputs = [*zip(prompts, params)], []
+    while todo or engine.unfinished:
+        if todo and (not engine.unfinished or r.random() < 0.8):
+            outputs.append(engine.outputs[engine.add(*todo.pop(0))])
+        engine.step()
+        cache.ahead.result()
+        blocks = {b for seq in engine.scheduler.running for b in seq.block_table}
         committed = kept_by_the_system(cache.memory)
-        assert committed == cache.committed_bytes <= used + (len(unused) + 2 * spare) * block
         assert cache.memory.committed.keys() >= blocks
-    for slot in [*world.kv]:
-        world.end(slot)
-    cache.reclaim(allocator.free)
-    assert kept_by_the_system(cache.memory) <= 2 * spare * block
-    assert resident_bytes(cache.memory) <= 4 * spare * block
-
-
-def test_vattention_gives_back_what_one_step_used():
-    """A step that allocates blocks and ends their sequences, and one that gives some to another."""
-    engine = paged_engine(paged_model(), block_size=16, num_blocks=20, prefix_cache=False,
-                          cache=virtual_cache(spare=0))  # fmt: skip
-    for n in (1, 1, 40):
-        engine.generate([[*range(1, 1 + n)]] * 2, greedy(1))
-        assert engine.cache.committed_bytes == 0
+        assert committed == cache.committed_bytes <= (len(blocks) + 2 * spare) * block
+    assert engine.stats()["preemptions"] > 2
+    want = paged_greedy(model, prompts, [p.max_new_tokens for p in params])
+    assert paged_tokens(outputs) == [[w] * p.n for w, p in zip(want, params)]
 
 
 def test_vattention_shared_blocks_are_not_written_again():
     """A sequence that shares the first 18 tokens and runs the last five again writes two."""
-    world = VirtualWorld(0, 0)
-    world.grow(0, 20)
-    world.fork(0, 1)
-    new, want = torch.ones(5, 2, 1, 64, dtype=torch.bfloat16), world.kv[0].clone()
-    want[18:] = 1
-    assert torch.equal(world.run(1, 15, new, 18), want)
+    cache, kv = virtual_layer(0), torch.rand(20, 2, 1, 64, generator=seeded()).bfloat16()
+    virtual_write(cache, kv, 0, slot=0)
+    got = virtual_write(cache, torch.ones(5, 2, 1, 64).bfloat16(), 15, slot=1, written=18)
+    assert torch.equal(got[:18], kv[:18]) and (got[18:] == 1).all()
 
 
 def test_vattention_memory_is_released_with_its_last_tensor(monkeypatch):
     """Not before: a view still reads. Then the process has no mapping and no file of it, also if it
     exits and modules are gone."""
     found = lambda: Path("/proc/self/maps").read_text().count("memfd:kv_cache")
-    before, files, world = found(), len(os.listdir("/proc/self/fd")), VirtualWorld(0, 4)
-    world.grow(0, 33)
-    view, want = world.cache.sequences[0, :33, 0], world.kv[0]
-    del world
-    assert torch.equal(view, want) and found() > before
+    before, files, cache = found(), len(os.listdir("/proc/self/fd")), virtual_layer(4)
+    kv = torch.rand(33, 2, 1, 64, generator=seeded()).bfloat16()
+    virtual_write(cache, kv, 0, slot=0)
+    view = cache.sequences[0, :33, 0]
+    del cache
+    assert torch.equal(view, kv) and found() > before
     monkeypatch.setattr(MEM, "os", None)
     del view
     assert found() == before and len(os.listdir("/proc/self/fd")) == files
@@ -22793,25 +22295,8 @@ def file_size_limit(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_vattention_out_of_memory_loses_no_request(tmp_path):
-    """The kernel has no more memory: MemoryError is raised by each step, and once there is some the
-    requests end with the tokens of a calm engine. --batch prints one line, and resumes."""
-    model, (prompts, counts) = paged_model(), paged_requests(8, seed=5)
-    params = [*map(greedy, counts)]
-    want = paged_serve(paged_engine(model, num_blocks=300), prompts, params)
-    engine = paged_engine(model, block_size=16, num_blocks=20, cache=virtual_cache())
-    for i, request in enumerate(zip(prompts, params, strict=True)):
-        engine.add(*request, id=i)
-    outputs = dict(engine.outputs)
-    with file_size_limit(3 * engine.cache.memory.page_bytes):
-        for _ in range(3):
-            message = "^no memory for a KV block besides 0.04 MiB .*File too"
-            with pytest.raises(MemoryError, match=message):
-                for _ in range(50):
-                    engine.step()
-    paged_run(engine)
-    paged_same([outputs[i] for i in range(8)], want)
-
+def test_vattention_out_of_memory_in_a_batch(tmp_path):
+    """The kernel has no more memory: --batch prints one line, and resumes to the same results."""
     path = serving_file(tmp_path / "in.jsonl", SERVING_MIXED)
     flags = f"--batch {path} --max-new-tokens 6 --max-num-seqs 2 --set kv_layout=virtual"
     results = tmp_path / "in.results.jsonl"
@@ -22847,16 +22332,13 @@ REFUSED |= {
 }  # fmt: skip
 
 
-
-
 # --------------------------------------------------------------------------------------------------
 # serving/kv_store.py, generation/kv_history.py
 # --------------------------------------------------------------------------------------------------
 
 
 class KVCase(SimpleNamespace):
-    """A model, an Engine's options, prompts of two turns, and an Engine's answers without a store.
-    """
+    """A model, options of an Engine, prompts of two turns, and its answers without a store."""
 
     def engine(self, folder: Path | None, **sizes) -> tuple[P.Engine, KVS.KVStore | None]:
         sizes = dict(max_bytes=10**9, host_bytes=10**9) | sizes
@@ -22872,6 +22354,16 @@ class KVCase(SimpleNamespace):
         size = self.options["block_size"]
         starts = lambda p: range(size, len(p), size)
         return size * len({tuple(p[:end]) for p in self.turns[turn] for end in starts(p)})
+
+
+def kv_saved(case: KVCase, folder: Path) -> KVS.KVStore:
+    """The store of an Engine that has answered the first turn."""
+    engine, store = case.engine(folder)
+    assert case.answers(engine) == case.want[0]
+    store.flush()
+    stats = engine.stats()
+    assert stats["kv_store_disk_tokens"] == stats["kv_store_host_tokens"] == 0
+    return store
 
 
 @cache
@@ -22898,7 +22390,7 @@ def kv_case(seed: int) -> KVCase:
     return case
 
 
-KV_SEEDS = [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 24))]
+KV_SEEDS = [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 14))]
 
 
 @pytest.mark.parametrize("seed", KV_SEEDS)
@@ -22906,10 +22398,7 @@ def test_kv_store_tokens_are_those_without_it(seed, tmp_path):
     """A second engine, and a third one for the next turn, compute no full block that the first one
     had; tokens are those of one without a store, loaded blocks are bit for bit the saved ones."""
     case = kv_case(seed)
-    first, store = case.engine(tmp_path)
-    assert case.answers(first) == case.want[0]
-    store.flush()
-    assert first.stats()["kv_store_disk_tokens"] == first.stats()["kv_store_host_tokens"] == 0
+    store = kv_saved(case, tmp_path)
     for turn in (0, 1):
         engine, again = case.engine(tmp_path)
         assert case.answers(engine, turn) == case.want[turn]
@@ -22987,64 +22476,50 @@ def kv_files(folder: Path) -> list[Path]:
 def kv_flip(at: float):
     def flip(path: Path, r: random.Random) -> None:
         data = bytearray(path.read_bytes())
-        data[min(len(data) - 1, int(at * len(data)))] ^= 1 << r.randrange(8)
+        data[int(at * len(data))] ^= 1 << r.randrange(8)
         path.write_bytes(data)
 
     return flip
 
 
 KV_DAMAGES = {  # of a file
+    "deleted": lambda path, _: shutil.rmtree(path.parent),  # as by another process
     "first byte": kv_flip(0.0),
     "any byte": lambda path, r: kv_flip(r.random())(path, r),
-    "last byte": kv_flip(1.0),
-    "one byte is missing": lambda path, _: os.truncate(path, path.stat().st_size - 1),
     "truncated": lambda path, r: os.truncate(path, r.randrange(path.stat().st_size)),
     "empty": lambda path, _: path.write_bytes(b""),
-    "zeros": lambda path, _: path.write_bytes(bytes(path.stat().st_size)),
     "another block": lambda path, _: shutil.copy(
         next(p for p in kv_files(path.parents[1]) if p != path), path
     ),
 }
 
 
-@pytest.mark.parametrize("damage", KV_DAMAGES.values(), ids=KV_DAMAGES)
-def test_kv_store_damaged_blocks_are_computed_again(damage, tmp_path, caplog):
-    """Whichever blocks are damaged, whether that is noticed while they are prefetched or while the
-    model runs: the tokens of an engine without a store, and one warning."""
+@pytest.mark.parametrize("name", KV_DAMAGES)
+def test_kv_store_damaged_blocks_are_computed_again(name, tmp_path, caplog):
+    """Whichever blocks are damaged, before they are prefetched or once they were found: the tokens
+    of an engine without a store, and one warning, none of blocks that are gone."""
     case, r = kv_case(4), random.Random(0)
-    first, store = case.engine(tmp_path)
-    case.answers(first)
-    store.flush()
+    kv_saved(case, tmp_path)
     files = kv_files(tmp_path)
     for prefetch, victims in ((False, files[1::2]), (True, files[::3])):
-        for path in victims:
-            damage(path, r)
         engine, again = case.engine(tmp_path)
-        again.want = again.want if prefetch else lambda *_: None
+
+        @cache
+        def damage():
+            for path in victims:
+                if path.exists():
+                    KV_DAMAGES[name](path, r)
+
+        if prefetch:
+            damage()
+        else:
+            again.want, find = lambda *_: None, again.find
+            again.find = lambda *args: (find(*args), damage())[0]
         assert case.answers(engine) == case.want[0]
         again.flush()
-        assert len(caplog.messages) == 1 and "cannot be read" in caplog.messages[0]
+        assert len(caplog.messages) == (name != "deleted")
+        assert all("cannot be read" in message for message in caplog.messages)
         caplog.clear()
-
-
-def test_kv_store_missing_blocks_are_computed_again(tmp_path, caplog):
-    """Files deleted after they were found, as by another process: no warning."""
-    case = kv_case(4)
-    first, store = case.engine(tmp_path)
-    case.answers(first)
-    store.flush()
-    engine, again = case.engine(tmp_path)
-    again.want, find = lambda *_: None, again.find
-
-    def find_and_delete(*args):
-        found = find(*args)
-        shutil.rmtree(tmp_path, ignore_errors=True)
-        return found
-
-    again.find = find_and_delete
-    assert case.answers(engine) == case.want[0] and not caplog.messages
-    again.flush()
-    assert len(kv_files(tmp_path)) > 3  # the folder was made again
 
 
 def test_kv_store_survives_a_full_gpu(tmp_path, caplog, monkeypatch):
@@ -23077,14 +22552,11 @@ def test_kv_store_stops_a_load_with_its_copies(tmp_path):
     assert log == ["synchronized"] and not store.busy
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES, errno.EIO])
-def test_kv_store_survives_a_full_disk(code, tmp_path, caplog, monkeypatch):
+def test_kv_store_survives_a_full_disk(tmp_path, caplog, monkeypatch):
     """No file can be written, or none be read: the engine's own blocks are found in memory, there
     is one warning of each kind, and no temporary file is left."""
-    case = kv_case(4)
-    readable, store = case.engine(tmp_path / "b")
-    case.answers(readable)
-    store.flush()
+    case, code = kv_case(4), errno.ENOSPC
+    kv_saved(case, tmp_path / "b")
 
     def refuse(path, mode, **kwargs):
         open(path, mode, **kwargs).close()
@@ -23158,9 +22630,7 @@ def test_kv_store_layers_arrive_while_others_compute(tmp_path):
     before it has computed, which nothing but an overlap can do. Then without a store of its own
     thread: a layer that is not there is waited for."""
     case = kv_case(4)
-    first, store = case.engine(tmp_path)
-    case.answers(first)
-    store.flush()
+    kv_saved(case, tmp_path)
     engine, again = case.engine(tmp_path)
     L, again.want, log, read = len(again.layers), lambda *_: None, [], again.read
     computed = [threading.Event() for _ in range(L)]
@@ -23185,8 +22655,7 @@ def test_kv_store_layers_arrive_while_others_compute(tmp_path):
     again.read, again.gate = slow_read, recorded
     assert case.answers(engine) == case.want[0]
     last_read = lambda layer: max(i for i, x in enumerate(log) if x == ("read", layer))
-    assert log.index(("computed", 0)) < last_read(L - 1)
-    assert all(last_read(i) < log.index(("computed", i)) for i in range(L))
+    assert L > 2 and all(last_read(i) < log.index(("computed", i)) for i in range(L))
 
 
 def test_kv_store_evicts_what_nobody_waits_for(tmp_path):
@@ -23276,16 +22745,13 @@ def kv_killed(rank: int, folder: Path, seed: int) -> None:
 
 @pytest.mark.slow
 def test_kv_store_killed_at_any_moment(tmp_path):
-    """Twenty times two processes that write, read and evict in one folder are killed: they have
+    """Ten times two processes that write, read and evict in one folder are killed: they have
     read no wrong block, and no file has a name and a content that do not belong together."""
     r, left, (store, _) = random.Random(0), 0, kv_blocks(tmp_path, 2**15)
     texts = [list(tokens) for tokens in product(range(3), repeat=8)]
-    content = {
-        key: kv_content(tokens[: 2 * i + 2])
-        for tokens in texts
-        for i, key in enumerate(store.keys(tokens))
-    }
-    for turn in range(20):
+    blocks = ((key, t[: 2 * i + 2]) for t in texts for i, key in enumerate(store.keys(t)))
+    content = {key: kv_content(tokens) for key, tokens in blocks}
+    for turn in range(10):
         ready = lambda: len(kv_files(tmp_path)) > 9
         codes = kill_while(kv_killed, tmp_path, turn, ready=ready, delay=r.uniform(0, 0.2))
         assert codes == [-9, -9]
@@ -23308,9 +22774,6 @@ KV_ROTATIONS = {
     "alibi": tiny(n_layers=1, alibi=True, family="sheaf"),
     "yarn": tiny(n_layers=1, rope_scaling=dict(
         rope_type="yarn", factor=4.0, original_max_position_embeddings=32)),
-    "llama3": tiny(n_layers=1, rope_scaling=dict(
-        rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-        original_max_position_embeddings=32)),
     "latent": latent(n_layers=1, moe_layers=(), n_mtp_layers=0),
 }  # fmt: skip
 

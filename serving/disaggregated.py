@@ -235,8 +235,8 @@ def run_trace(
     n_prefill, _, n_decode, _ = worker.placement
     prompts = [a.ids(engine.model.config.vocab_size) for a in trace]
     dist.barrier()
-    start = time.perf_counter()
-    engine.clock = lambda: time.perf_counter() - start
+    dist.broadcast_object_list(start := [time.time()])  # one for all: two ranks time a request
+    engine.clock = lambda: time.time() - start[0]
 
     def arrivals() -> Iterator[Request | None]:
         for i in range(worker.index, len(trace), n_prefill or n_decode):
