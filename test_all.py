@@ -182,7 +182,6 @@ FILES = {  # every Python file of the project except this one: name -> path
     for path in folder.glob("*.py")
     if path.name != "test_all.py"
 }
-
 PRODUCT_PATHS = set(map(str, FILES.values()))
 SMALL, DRAFT, MOE = (REPO / "checkpoints" / name for name in ("small", "draft", "moe"))
 INF = math.inf
