@@ -103,7 +103,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -19487,7 +19487,7 @@ def test_data_workers_that_fail_or_die(data_folder, tmp_path, monkeypatch):
 
 @contextmanager
 def file_size_limit(nbytes: int):
-    """Writes beyond it fail, as on a full disk."""
+    """Writes beyond it fail, as on a full disk; so does memory that is a file."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, limit[1]))
     try:
@@ -22281,17 +22281,6 @@ def test_vattention_cuda_calls(fake_driver):
     del engine
     gc.collect()
     assert not fake_driver.sizes and not fake_driver.mapped and not fake_driver.ranges
-
-
-@contextmanager
-def file_size_limit(nbytes: int) -> Iterator[None]:
-    """The kernel refuses to make a file of this process larger, those of HostMemory included."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_vattention_out_of_memory_in_a_batch(tmp_path):
