@@ -3936,31 +3936,22 @@ def paged_prompt(length: int, seed: int, low: int = 3, high: int = 90) -> list[i
 # ---- paged_attention against its definition ----
 
 
-def paged_definition(q, k, v, table, cu, lengths, **flags):
-    """The definition in float64, one query at a time: o (N, Hq, Dv), lse (N, Hq)."""
-    names = "scale window softcap alibi_slopes sinks k_scale v_scale latent_dim".split()
-    f = SimpleNamespace(**dict.fromkeys(names) | flags)
+def paged_definition(
+    q, k, v, table, cu, lengths, k_scale=None, v_scale=None, latent_dim=None, **flags
+) -> tuple[torch.Tensor, ...]:
+    """attention.py's reference in float64 on the gathered keys and values of one sequence at a
+    time: o (N, Hq, Dv), lse (N, Hq)."""
     dequantized = lambda x, scale: x.double() if scale is None else x.double() * scale[..., None]
-    k = dequantized(k, f.k_scale)
-    v = k[..., : f.latent_dim] if v is None else dequantized(v, f.v_scale)
-    group, scale = q.shape[1] // k.shape[2], q.shape[2] ** -0.5 if f.scale is None else f.scale
-    o = torch.zeros(*q.shape[:2], v.shape[3], dtype=torch.float64)
-    lse = torch.full(q.shape[:2], -INF, dtype=torch.float64)
-    for blocks, begin, end, length in zip(table, cu[:-1], cu[1:], lengths, strict=True):
+    k = dequantized(k, k_scale)
+    v = k[..., :latent_dim] if v is None else dequantized(v, v_scale)
+    attend, found = partial(A.attention_reference, return_lse=True, **to_float64(flags)), []
+    queries = q.double().split(cu.diff().tolist())
+    for blocks, rows, length in zip(table, queries, lengths, strict=True):
         at = torch.arange(length)
         slots = blocks[at // k.shape[1]].long(), at % k.shape[1]
-        keys, values = (x[slots].repeat_interleave(group, 1) for x in (k, v))
-        for n in range(begin, end):
-            i = int(length - end) + n
-            seen = slice(0 if f.window is None else max(0, i - f.window + 1), i + 1)
-            s = torch.einsum("hd,shd->hs", q[n].double(), keys[seen]) * scale
-            if f.softcap is not None:
-                s = f.softcap * torch.tanh(s / f.softcap)
-            if f.alibi_slopes is not None:
-                s = s - f.alibi_slopes[:, None].double() * (i - at[seen])
-            every = s if f.sinks is None else torch.cat((s, f.sinks[:, None].double()), 1)
-            lse[n] = every.logsumexp(1)
-            o[n] = torch.einsum("hs,shd->hd", (s - lse[n][:, None]).exp(), values[seen])
+        o, lse = attend(rows[None], k[slots][None], v[slots][None])
+        found.append((o[0], lse[0].T))
+    o, lse = map(torch.cat, zip(*found, strict=True))
     return o, lse
 
 
@@ -4170,7 +4161,8 @@ def paged_spoil(cache, blocks) -> None:
 @pytest.mark.parametrize(
     "name, kind, bs",
     [
-        *product(PAGED_CONFIGS, [None], (1, 3, 16)),
+        *(("gqa", None, 1), ("alibi+window", None, 16)),
+        *product(PAGED_CONFIGS, [None], [3]),
         *product(PAGED_CONFIGS, ("bf16", "int8", "fp8"), [4]),
     ],
 )
@@ -4263,10 +4255,6 @@ class PagedBlocks(RuleBasedStateMachine):
     def start(self, num_blocks, block_size):
         self.real, self.n = P.BlockAllocator(num_blocks, block_size), num_blocks
         self.tables, self.prefixes, self.unused = [], {}, []
-        self.adapters = [
-            AD.Adapter(name, 1, 1.0, [torch.zeros(n, 1, 1)], None, self, root)
-            for name, n, root in (("a", 2, -1), ("b", 5, -2))
-        ]
 
     def allocate(self) -> int:
         """Blocks that hold nothing come first, then the cached one that was released first."""
@@ -4304,29 +4292,6 @@ class PagedBlocks(RuleBasedStateMachine):
                 table.append(block)
             else:
                 return
-
-    @property
-    def entries(self):
-        return self.real.entries
-
-    def register(self, block: int, parent: int, key: tuple[str, int]) -> int:
-        """Called by an adapter for its next block."""
-        self.tables[-1].append(block)
-        self.prefixes[block] = tuple((key[0], i) for i in range(key[1] + 1))
-        return self.real.register(block, parent, key)
-
-    @rule(which=strategies.integers(0, 1))
-    def use_adapter(self, which):
-        """Share the blocks of an adapter that are there, and allocate the missing ones."""
-        adapter = self.adapters[which]
-        there = [b for b, prefix in self.prefixes.items() if prefix[0] == (adapter.name, 0)]
-        assert sorted(adapter.resident()) == sorted(there)
-        unused = sum(self.real.refs[block] == 0 for block in there)
-        if self.real.n_free - unused >= adapter.num_missing:
-            self.tables.append([])
-            self.tables[-1] += adapter.share()
-            adapter.allocate()
-            assert self.tables[-1] == adapter.resident()
 
     @precondition(lambda self: self.tables)
     @rule(which=some)
@@ -4804,11 +4769,10 @@ EOS = 13
 @cache
 def engine_pool(name: str) -> tuple[M.Transformer, list[list[int]], list[list[int]]]:
     """A model, prompts, some of them prefixes of others, and their greedy tokens, half of them with
-    EOS; then prompts with a token whose embedding is NaN."""
-    model, pool = paged_model(name, poison=True), paged_requests(12, seed=11)[0]
+    EOS."""
+    model, pool = paged_model(name), paged_requests(12, seed=11)[0]
     pool += [p[:4] for p in pool[:4]] + [p[:8] for p in pool[:4]]
-    want = paged_greedy(model, pool, [20] * len(pool))
-    return model, pool + [[POISON] + pool[0], [POISON] * 9, [5, POISON] + pool[1]], want
+    return model, pool, paged_greedy(model, pool, [20] * len(pool))
 
 
 ENGINE_HOOKS = "read write fork callback copy push policy clock sampler model".split()
@@ -4817,9 +4781,8 @@ ENGINE_ACTIONS = "stop abort add raise refuse".split()
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Two Engines of one model, and every event that may hit them. promises: for each request its
-    tokens, how it ends or may end, and its engine. bombs: name of a call -> how many calls before
-    it raises, and what."""
+    """An Engine, and every event that may hit it. promises: for each request its tokens, and how it
+    ends or may end. bombs: name of a call -> how many calls before it raises, and what."""
 
     events = Counter()
     which, steps = strategies.sampled_from(range(20)), strategies.sampled_from((3, 1, 2, 6, 0))
@@ -4840,41 +4803,34 @@ class EngineMachine(RuleBasedStateMachine):
         p_wrong=strategies.sampled_from((0.2, 0, 0.6)),
         swap=strategies.sampled_from((True, False)),
         prefix=strategies.sampled_from((True, True, True, False)),
-        takes_nan=strategies.sampled_from((False, False, True)),
         first=strategies.lists(requests, min_size=5, max_size=8),
     )
-    def start(self, drafts, bs, budget, slots, rows, p_wrong, swap, prefix, takes_nan, first):
+    def start(self, drafts, bs, budget, slots, rows, p_wrong, swap, prefix, first):
         self.model, self.pool, self.want = engine_pool("gqa" if prefix else "window")
         self.model.calls, self.model.hook = [], lambda: self.hook("model")
-        self.promises, self.log, self.engines = {}, [], []
+        self.promises, self.log, self.first, self.drafts = {}, [], first, drafts
         self.bombs, self.thrown, self.meddling, self.stepping = {}, None, None, False
-        self.takes_nan, self.drafts = takes_nan, drafts
-        self.forgets = self.events["forget"]
-        texts, r = paged_texts(self.pool[: len(self.want)], self.want), random.Random(slots)
-        for size in (bs, 1 + bs % 4):
-            more = {}
-            if self.drafts:
-                drafter = PagedDrafter(texts, p_wrong, ragged=True, seed=slots)
-                more = dict(drafter=drafter, speculate_k=PagedPolicy(lambda s: r.randint(0, 6)))
-            more |= dict(num_blocks=-(-slots // size), block_size=size, prefix_cache=prefix)
-            more |= dict(max_num_batched_tokens=budget, max_num_seqs=min(rows, budget))
-            more |= dict(policy=lambda s: self.hook("policy") or P.fcfs(s), kv_swap=swap)
-            more |= dict(eos_ids=(EOS,))
-            more |= dict(sampler=PagedSampler() if takes_nan else None, output_callback=self.listen)
-            engine = paged_engine(self.model, **more)
-            engine.sampler = self.refusing(engine.sampler)
-            self.engines.append(engine)
-            parts = dict.fromkeys("read write copy".split(), engine.cache)
-            parts |= dict(fork=engine.scheduler, clock=engine)
-            if self.drafts:
-                parts |= dict.fromkeys("propose_batch observe forget".split(), engine.drafter)
-                parts |= dict(verifier=engine, choose=engine.speculate_k)
-                feedback = engine.speculate_k.observe
-                engine.speculate_k.observe = lambda *a, f=feedback: self.hook("feedback") or f(*a)
-            for name, owner in parts.items():
-                call = getattr(owner, name)
-                setattr(owner, name, lambda *a, n=name, call=call: self.hook(n) or call(*a))
-        self.first = first
+        self.forgets, more = self.events["forget"], {}
+        if drafts:
+            texts, r = paged_texts(self.pool, self.want), random.Random(slots)
+            drafter = PagedDrafter(texts, p_wrong, ragged=True, seed=slots)
+            more = dict(drafter=drafter, speculate_k=PagedPolicy(lambda s: r.randint(0, 6)))
+        more |= dict(num_blocks=-(-slots // bs), block_size=bs, prefix_cache=prefix)
+        more |= dict(max_num_batched_tokens=budget, max_num_seqs=min(rows, budget))
+        more |= dict(policy=lambda s: self.hook("policy") or P.fcfs(s), kv_swap=swap)
+        more |= dict(eos_ids=(EOS,), output_callback=self.listen)
+        engine = self.engine = paged_engine(self.model, **more)
+        engine.sampler = self.refusing(engine.sampler)
+        parts = dict.fromkeys("read write copy".split(), engine.cache)
+        parts |= dict(fork=engine.scheduler, clock=engine)
+        if drafts:
+            parts |= dict.fromkeys("propose_batch observe forget".split(), engine.drafter)
+            parts |= dict(verifier=engine, choose=engine.speculate_k)
+            feedback = engine.speculate_k.observe
+            engine.speculate_k.observe = lambda *a: self.hook("feedback") or feedback(*a)
+        for name, owner in parts.items():
+            call = getattr(owner, name)
+            setattr(owner, name, lambda *a, n=name, call=call: self.hook(n) or call(*a))
         self.add_first()
 
     def add_first(self):
@@ -4935,16 +4891,14 @@ class EngineMachine(RuleBasedStateMachine):
             raise RuntimeError("no one listens")
 
     def add_one(self, which, n, samples, priority, ignore_eos):
-        engine, which, id = self.engines[0], which % len(self.pool), len(self.promises)
-        params = greedy(n, n=min(samples, engine.scheduler.max_num_seqs), logprobs=1)
-        ends, tokens, reason = {"error"}, None, "length"  # of a prompt with NaN
-        if which < len(self.want):
-            params = replace(params, ignore_eos=ignore_eos)
-            ends, tokens = set(), self.want[which][:n]
-            if EOS in tokens and not ignore_eos:
-                tokens, reason = tokens[: tokens.index(EOS) + 1], "eos"
+        engine, which, id = self.engine, which % len(self.pool), len(self.promises)
+        samples = min(samples, engine.scheduler.max_num_seqs)
+        params = greedy(n, n=samples, logprobs=1, ignore_eos=ignore_eos)
+        tokens, reason = self.want[which][:n], "length"
+        if EOS in tokens and not ignore_eos:
+            tokens, reason = tokens[: tokens.index(EOS) + 1], "eos"
         engine.add(self.pool[which], params, id=id, priority=priority)
-        promise = SimpleNamespace(tokens=tokens, reason=reason, n=n, ends=ends, engine=0)
+        promise = SimpleNamespace(tokens=tokens, reason=reason, ends=set())
         promise.output = engine.outputs[id]
         promise.known, self.promises[id] = self.progress(promise), promise
 
@@ -4953,34 +4907,30 @@ class EngineMachine(RuleBasedStateMachine):
         return [(len(s.token_ids), s.finish_reason) for s in promise.output.samples]
 
     def end_one(self, which):
-        ids = [(engine, id) for engine in self.engines for id in engine.outputs]
-        engine, id = ids[which % len(ids)]
+        id = [*self.engine.outputs][which % len(self.engine.outputs)]
         self.promises[id].ends.add("abort")
-        output = engine.abort(id)
+        output = self.engine.abort(id)
         assert output is self.promises[id].output and output.finished
         self.events["aborted"] += 1
 
     def advance(self):
         """step() raises what a part raised, and returns exactly the outputs that changed since it
         last returned."""
-        for number, engine in enumerate(self.engines):
-            self.stepping = True
-            try:
-                returned = engine.step()
-            except (KeyboardInterrupt, RuntimeError) as e:
-                assert e is self.thrown
-                continue
-            finally:
-                self.stepping = False
-            mine = {id: p for id, p in self.promises.items() if p.engine == number}
-            changed = {id for id, p in mine.items() if self.progress(p) != p.known}
-            assert len(returned) == len({o.id for o in returned})
-            assert {o.id for o in returned if o.id in mine} == changed
-            for id in changed:
-                mine[id].known = self.progress(mine[id])
+        self.stepping = True
+        try:
+            returned = [output.id for output in self.engine.step()]
+        except (KeyboardInterrupt, RuntimeError) as e:
+            assert e is self.thrown
+            return
+        finally:
+            self.stepping = False
+        changed = {id for id, p in self.promises.items() if self.progress(p) != p.known}
+        assert len(returned) == len(changed) and {*returned} == changed
+        for id in changed:
+            self.promises[id].known = self.progress(self.promises[id])
 
     def run(self, n):
-        if len(self.engines[0].outputs) < 2:
+        if len(self.engine.outputs) < 2:
             self.add_first()
         for _ in range(n):
             self.advance()
@@ -4989,11 +4939,11 @@ class EngineMachine(RuleBasedStateMachine):
     def finish(self):
         self.bombs, self.meddling = {}, None
         for _ in range(2000):
-            if not any(engine.outputs for engine in self.engines):
+            if not self.engine.outputs:
                 return
             self.advance()
             self.all_is_well()
-        raise AssertionError("the engines do not come to an end")
+        raise AssertionError("the engine does not come to an end")
 
     @rule(request=requests, steps=steps)
     def add(self, request, steps):
@@ -5001,12 +4951,12 @@ class EngineMachine(RuleBasedStateMachine):
         try:
             self.add_one(*request)
         except (KeyboardInterrupt, RuntimeError):  # of the clock or the callback
-            assert len(self.promises) not in self.engines[0].outputs
+            assert len(self.promises) not in self.engine.outputs
         finally:
             self.stepping = False
         self.run(steps)
 
-    @precondition(lambda self: any(engine.outputs for engine in self.engines))
+    @precondition(lambda self: self.engine.outputs)
     @rule(which=which, steps=steps)
     def abort(self, which, steps):
         self.end_one(which)
@@ -5033,26 +4983,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.meddling = action
         self.run(1 + steps)
 
-    @precondition(lambda self: self.engines[0].outputs)
-    @rule(which=which, steps=steps)
-    def hand_over(self, which, steps):
-        """A request that decodes goes on in the other engine, with new listeners."""
-        source, target = self.engines
-        ready = [
-            id
-            for id, sequences in source.sequences.items()
-            if all(seq.running and seq.remaining == 1 and seq.output for seq in sequences)
-        ]
-        if ready:
-            id = ready[which % len(ready)]
-            self.log[:] = [x for x in self.log if x.sequence not in source.sequences[id]]
-            transfer = KT.export_request(source, id)
-            self.promises[id].engine, self.promises[id].known = 1, self.progress(self.promises[id])
-            KT.import_request(target, transfer)
-            self.events["moved"] += 1
-        self.run(steps)
-
-    @precondition(lambda self: not self.takes_nan and self.engines[0].outputs)
+    @precondition(lambda self: self.engine.outputs)
     @rule()
     def nan(self):
         """One model call returns NaN: its requests may end with an error, later ones do not."""
@@ -5068,55 +4999,52 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def all_is_well(self):
         """Tokens are greedy's, each listener heard its own once, and blocks and counts add up."""
-        if not hasattr(self, "promises"):
+        if not hasattr(self, "engine"):
             return
-        for engine in self.engines:
-            paged_check(engine)
+        paged_check(self.engine)
         n_tokens = 0
         for promise in self.promises.values():
             output = promise.output
             for sample in output.samples:
                 tokens, reason = sample.token_ids, sample.finish_reason
-                if promise.tokens is not None:
-                    assert tokens == promise.tokens[: len(tokens)]
-                    assert reason or len(tokens) < len(promise.tokens)
-                assert promise.tokens is not None or self.takes_nan or not tokens
+                whole = len(tokens) == len(promise.tokens)
+                assert tokens == promise.tokens[: len(tokens)]
                 assert reason in {None, promise.reason, *promise.ends}
-                whole = promise.n if promise.tokens is None else len(promise.tokens)
-                assert len(tokens) == whole if reason == promise.reason else len(tokens) <= whole
+                assert whole or reason != promise.reason
+                assert reason or not whole
                 assert len(sample.logprobs) == len(tokens)
                 n_tokens += len(tokens)
             assert len(output.timestamps[1:]) == len(output.token_ids)
             reasons = [sample.finish_reason for sample in output.samples]
             assert bool(output.error) == ("error" in reasons)
             self.events["eos"] += "eos" in reasons
-        assert sum(engine.counts["tokens_new"] for engine in self.engines) == n_tokens
+        assert self.engine.counts["tokens_new"] == n_tokens
         for x in self.log:
             sample = self.promises[x.sequence.request.id].output.samples[x.sequence.index]
             assert x.tokens == sample.token_ids
             assert x.ends == ([sample.finish_reason] if sample.finish_reason else [])
 
     def teardown(self):
-        if not hasattr(self, "engines"):
+        if not hasattr(self, "engine"):
             return
         self.finish()
-        for engine in self.engines:
-            paged_idle(engine)
-            outputs = engine.generate(self.pool[:3], greedy(4))
-            assert [o.token_ids for o in outputs] == [tokens[:4] for tokens in self.want[:3]]
-            for name in ("preemptions", "accepted", "hit_rate"):
-                self.events[name] += engine.stats()[name] > 0
-            if self.drafts and self.events["forget"] == self.forgets:
-                assert {*engine.drafter.seen} <= {*engine.drafter.finished}
-        assert max(self.model.calls) <= self.engines[0].scheduler.max_num_batched_tokens
+        engine = self.engine
+        paged_idle(engine)
+        outputs = engine.generate(self.pool[:3], greedy(4))
+        assert [o.token_ids for o in outputs] == [tokens[:4] for tokens in self.want[:3]]
+        for name in ("preemptions", "accepted", "hit_rate"):
+            self.events[name] += engine.stats()[name] > 0
+        if self.drafts and self.events["forget"] == self.forgets:
+            assert {*engine.drafter.seen} <= {*engine.drafter.finished}
+        assert max(self.model.calls) <= engine.scheduler.max_num_batched_tokens
         self.model.hook = lambda: None
 
 
 @pytest.mark.parametrize("max_examples", [4, pytest.param(150, marks=pytest.mark.slow)])
 def test_engine_keeps_its_promises(max_examples):
-    """Whatever is added, aborted, forked, handed over, interrupted, fails or is NaN, with drafts or
-    none: every token is greedy decoding's, delivered once, no request affects another, all end, and
-    no block leaks. The long run has met every event."""
+    """Whatever is added, aborted, forked, interrupted, fails or is NaN, with drafts or none: every
+    token is greedy decoding's, delivered once, no request affects another, all end, and no block
+    leaks. The long run has met every event."""
     EngineMachine.events.clear()
     settings = hypothesis.settings(
         max_examples=max_examples,
@@ -5125,7 +5053,7 @@ def test_engine_keeps_its_promises(max_examples):
         suppress_health_check=[*hypothesis.HealthCheck],
     )
     hypothesis.stateful.run_state_machine_as_test(EngineMachine, settings=settings)
-    wanted = {*ENGINE_HOOKS, *DRAFT_HOOKS, *ENGINE_ACTIONS, "aborted", "moved"}
+    wanted = {*ENGINE_HOOKS, *DRAFT_HOOKS, *ENGINE_ACTIONS, "aborted"}
     wanted |= {"preemptions", "accepted", "hit_rate", "eos"}
     missing = {event for event in wanted if not EngineMachine.events[event]}
     assert not missing or max_examples < 150, missing
@@ -5136,35 +5064,25 @@ def test_engine_keeps_its_promises(max_examples):
 
 RINGS = dict(num_blocks=11, block_size=3, max_num_batched_tokens=5, max_num_seqs=2)
 RINGS |= dict(prefix_cache=False)
-ENGINES = {  # name: model, options
+ENGINES = {  # name: model, options; every second one is slow
     "large": ("gqa", dict(num_blocks=200, max_num_batched_tokens=200)),
-    "recompute": ("gqa", dict(num_blocks=9, max_num_batched_tokens=16)),
     "swap": ("gqa", dict(num_blocks=9, max_num_batched_tokens=16, kv_swap=True)),
     "no-prefix": ("gqa", dict(num_blocks=9, prefix_cache=False, max_num_batched_tokens=12)),
-    "chunked": ("gqa", dict(num_blocks=12, max_num_batched_tokens=5)),
-    "one-token": ("gqa", dict(num_blocks=9, max_num_batched_tokens=1)),
-    "two-tokens": ("gqa", dict(num_blocks=9, max_num_batched_tokens=2)),
-    "one-sequence": ("gqa", dict(num_blocks=9, max_num_seqs=1)),
-    "blocks-of-1": ("gqa", dict(num_blocks=33, block_size=1, max_num_batched_tokens=16)),
-    "blocks-of-3": ("gqa", dict(num_blocks=11, block_size=3, kv_swap=True)),
-    "blocks-of-16": ("gqa", dict(num_blocks=3, block_size=16, max_num_batched_tokens=16)),
     "static": ("gqa", dict(num_blocks=12, max_num_seqs=8, static=True)),
-    "static-latent": ("absorbed", dict(num_blocks=12, max_num_seqs=8, static=True)),
+    "one-token": ("gqa", dict(num_blocks=9, max_num_batched_tokens=1)),
     "windows": ("window", dict(num_blocks=10, block_size=3, max_num_batched_tokens=14)),
+    "static-latent": ("absorbed", dict(num_blocks=12, max_num_seqs=8, static=True)),
     "rings": ("window", RINGS),
     "rings-int8": ("window", RINGS | dict(kv_dtype="int8", kv_swap=True)),
     "rings-of-1": ("alibi+window", RINGS | dict(num_blocks=30, block_size=1, kv_swap=True)),
-    "alibi": ("alibi", dict(num_blocks=29, block_size=1, max_num_batched_tokens=9, kv_swap=True)),
     "alibi+window": ("alibi+window", dict(num_blocks=3, block_size=16, kv_swap=True)),
     "latent": ("absorbed", dict(num_blocks=10, block_size=3, max_num_batched_tokens=5)),
     "int8": ("gqa", dict(num_blocks=9, kv_dtype="int8", kv_swap=True)),
-    "fp8": ("gqa", dict(num_blocks=9, kv_dtype="fp8", max_num_batched_tokens=7)),
-    "int8-latent": ("absorbed", dict(num_blocks=9, kv_dtype="int8", max_num_batched_tokens=7)),
     "fp8-latent": ("absorbed", dict(num_blocks=9, kv_dtype="fp8", kv_swap=True)),
 }
 
 
-@pytest.mark.parametrize("name", one_in(3, ENGINES))
+@pytest.mark.parametrize("name", one_in(2, ENGINES))
 def test_engine_options_change_no_output(name):
     """Shared prefixes, priorities, several samples, in blocks that held NaN; without drafts, and
     with drafts all right, mixed or all wrong: tokens, log-probabilities and timestamps are those of
@@ -5204,7 +5122,7 @@ def test_engine_options_change_no_output(name):
         stats = seen[p_wrong] = engine.stats()
         assert stats["hit_rate"] == 0 or name != "no-prefix"
         few = budget < 3 or rows == 1
-        assert stats["preemptions"] > 0 or name in ("large", "chunked") or few
+        assert stats["preemptions"] > 0 or name == "large" or few
         if p_wrong is not None:
             assert (stats["proposed"] > 0) == (budget > 1)
             assert (stats["accepted"] > 0) == (p_wrong < 1 and budget > 1)
@@ -5281,6 +5199,7 @@ def test_engine_computes_shared_prefixes_once(bs):
     for length in (bs, 2 * bs, 2 * bs + 1, 3 * bs - 1):
         model, prompt, rest = paged_model(), paged_prompt(length, length), length % bs or 1
         engine = paged_engine(model, num_blocks=80, block_size=bs)
+        assert engine.step() == [] and not model.calls and set(engine.stats().values()) == {0}
         (want,) = paged_greedy(model, [prompt], [9])
         first, second = paged_serve(engine, [prompt] * 2, greedy(1))
         assert model.calls == [length + rest] == [engine.stats()["tokens_run"]]
@@ -5306,24 +5225,6 @@ def test_engine_priorities_and_policy():
     for id, length in zip("abcde", (7, 2, 9, 4, 2), strict=True):
         engine.add([5] * length, greedy(3), id=id)
     assert [*paged_run(engine)] == ["b", "e", "d", "a", "c"]
-
-
-def test_engine_aborts_a_running_request():
-    """Its output ends, and the others are those of a run without it; statistics are 0 before the
-    first step."""
-    model, (prompts, _) = paged_model(), paged_requests(4)
-    want = paged_greedy(model, prompts, [10] * 4)
-    engine = paged_engine(model, num_blocks=9, max_num_batched_tokens=9)
-    assert engine.step() == [] and not model.calls and set(engine.stats().values()) == {0}
-    ids = [engine.add(p, greedy(10)) for p in prompts]
-    kept = [engine.outputs[i] for i in ids if i != ids[2]]
-    for _ in range(4):
-        engine.step()
-    assert 0 < engine.stats()["cache_used"] <= 1
-    gone = engine.abort(ids[2])
-    paged_run(engine)
-    assert gone.finish_reason == "abort" and gone.token_ids == want[2][: len(gone.token_ids)]
-    assert [o.token_ids for o in kept] == want[:2] + want[3:]
 
 
 def test_engine_cache_filled_to_the_last_slot():
@@ -5373,6 +5274,7 @@ def test_engine_refuses_and_goes_on():
     ids = [engine.add(p, greedy(n), id=i) for i, (p, n) in enumerate(zip(prompts, counts))]
     live = list(engine.outputs.values())
     engine.step()
+    assert 0 < engine.stats()["cache_used"] <= 1
     for field, prompt, params, more in ENGINE_REFUSED:
         with pytest.raises(ValueError, match=rf"\b{field}\b") as caught:
             engine.add(prompt, greedy(3, **params), **more)
@@ -5771,6 +5673,9 @@ def test_engine_ranks_get_their_kv_heads(H, p, d):
 
 
 PAGED_COMPILE = """
+from unittest.mock import patch
+with patch("torch.cuda.is_available", lambda: True):
+    import paged_kv as P
 P._uses_kernel = lambda q: True
 P._device_properties = lambda _: (132, SHARED, arch // 10)
 
@@ -5814,12 +5719,7 @@ def test_paged_kernel_compiles_for_gpus(arch, cases, tmp_path):
     memory; other sequences, lengths and block tables do not recompile. While a tile of keys
     is used, the next is loaded into a second buffer. MLA's tiles of 64 rows use Hopper's wgmma."""
     again = ["n = len(built)", "paged(n_splits=4, new=(1,) * 5)", "assert len(built) == n"]
-    imports = "import attention as A\nfrom unittest.mock import patch\n"
-    imports += "with patch('torch.cuda.is_available', lambda: True): import paged_kv as P\n"
-    code = COMPILE.replace("import attention as A\n", imports)
-    code = code.replace("busy = dict", PAGED_COMPILE + "\nunused = dict", 1)
-    code = code.replace("busy |= dict(bias", "unused |= dict(bias")
-    printed = compile_kernels(code, tmp_path, arch, *cases, *again)
+    printed = compile_kernels(COMPILE, tmp_path, arch, PAGED_COMPILE, *cases, *again)
     assert printed.strip() == str(["_combine_kernel", "_paged_kernel"])
     assert min(load_buffers(tmp_path, "_paged_kernel")) >= 2
     kernels = [path.read_text() for path in tmp_path.rglob("_paged_kernel.ttgir")]
@@ -5906,53 +5806,21 @@ def test_engine_sliding_window_kv_moves_to_an_engine_with_a_prefix_cache():
 def test_engine_longest_prefix_is_first_and_nobody_starves():
     """Of patience successive arrivals, the waiting one with the most cached tokens is next; a
     request that matches nothing is overtaken by at most patience - 1 later ones."""
-    system = list(range(10, 26))
-    engine = paged_engine(
-        random_model(tiny()),
-        num_blocks=64,
-        block_size=4,
-        max_num_seqs=1,
-        policy=POLICY.LongestPrefix(patience=4),
-        max_num_batched_tokens=64,
-    )
+    system, policy = list(range(10, 26)), POLICY.LongestPrefix(patience=4)
+    engine = paged_engine(paged_model(), num_blocks=64, max_num_seqs=1, policy=policy)
     engine.generate([system], greedy(1))
     prompts = [[5, 6], system[:8] + [7], [8, 9], system + [3], [4, 4], system + [5], system + [6]]
-    ids = [engine.add(p, greedy(2)) for p in prompts]
-    ended = []
-    while engine.unfinished:
-        ended += [output.id for output in engine.step() if output.finished]
-    assert [ids.index(i) for i in ended] == [1, 0, 2, 3, 5, 6, 4]
-
-
-def test_engine_packs_prompts_without_padding():
-    """Prepacking (arXiv:2404.09529): prompts of any length share prefill steps. The tokens computed
-    are the prompts' own, less than half of a padded batch's, and KV and first tokens are those of
-    each prompt alone."""
-    model, lengths = random_model(tiny()), (3, 60, 9, 17, 1, 33)
-    prompts = [random_tokens(model.config, n, seed=n).tolist() for n in lengths]
-    engine = paged_engine(model, num_blocks=64, block_size=4, max_num_batched_tokens=64)
-    for prompt in prompts:
-        engine.add(prompt, greedy(9))
-    seqs = [engine.sequences[id][0] for id in engine.outputs]
-    while any(len(seq.output) == 0 for seq in seqs):
-        engine.step()
-    computed = engine.counts["tokens_run"] - sum(max(0, len(seq.output) - 1) for seq in seqs)
-    assert computed == sum(lengths) < 0.5 * len(lengths) * max(lengths)
-    for prompt, seq in zip(prompts, seqs, strict=True):
-        cache = M.KVCache(model.config, 1, 99)
-        logits = model(torch.tensor([prompt]), torch.arange(len(prompt)), cache.attend)
-        assert seq.output[0] == int(logits[0, -1].argmax())
-        got = engine.cache.read(seq.block_table, len(prompt)).kv
-        for layer, (k, v) in enumerate(zip(cache.k, cache.v, strict=True)):
-            want = torch.stack((k[0, :, : len(prompt)], v[0, :, : len(prompt)]))
-            close(got[layer], want, 1e-5)
+    for id, prompt in enumerate(prompts):
+        engine.add(prompt, greedy(2), id=id)
+    assert [*paged_run(engine)] == [1, 0, 2, 3, 5, 6, 4]
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_engine_saturated_steps_carry_the_token_budget(seed, serving_without_kernels):
+def test_engine_saturated_steps_carry_the_token_budget(seed):
     """Dynamic SplitFuse (DeepSpeed-FastGen, arXiv:2401.08671): a step runs min(budget, all tokens
     that wait) of the sequences that may run, long prompts split and short ones fused, so while more
-    wait it carries exactly the budget; the tokens are those of whole prompts."""
+    wait it carries exactly the budget, and otherwise no padding (Prepacking, arXiv:2404.09529) and
+    no ended sequence (Flover, arXiv:2305.13484); the tokens are those of whole prompts."""
     r, model = random.Random(seed), paged_model()
     budget, rows = r.choice((7, 16, 33)), r.choice((6, 7, 12))
     rows = min(rows, budget)
@@ -5974,55 +5842,6 @@ def test_engine_saturated_steps_carry_the_token_budget(seed, serving_without_ker
         assert model.calls.pop() == min(budget, tokens)
         saturated += tokens > budget
     assert [o.token_ids for o in outputs] == want and saturated > 10
-
-
-@pytest.mark.parametrize("seed", (0, 1, 3))  # a tight budget, a small pool, both
-def test_engine_rows_of_a_step_are_the_live_sequences(seed, serving_without_kernels):
-    """Temporal fusion (Flover, arXiv:2305.13484): whatever arrives, ends, is aborted or preempted
-    meanwhile, a step's flat axis is the next tokens of the running sequences, each once, one after
-    another, and no padding; late arrivals get the tokens that they get alone."""
-    r, model = random.Random(seed), paged_model()
-    (prompts, counts), steps = paged_requests(14, seed=seed), []
-    want = paged_greedy(model, prompts, counts)
-    sizes = dict(num_blocks=(40, 12)[seed % 2], max_num_batched_tokens=(64, 12)[seed % 3 == 0])
-    engine = paged_engine(model, max_num_seqs=5, **sizes)
-    make_step = engine.cache.step
-    engine.cache.step = lambda *args: steps.append(make_step(*args)) or steps[-1]
-    engine.add(prompts[0], greedy(20), id="gone")
-    outputs, events = {}, Counter()
-    while len(outputs) < len(prompts) or engine.unfinished:
-        decoding = sum(seq.remaining == 1 for seq in engine.scheduler.running)
-        if len(outputs) < len(prompts) and r.random() < 0.4:
-            events["joined"] += decoding > 0
-            id = engine.add(prompts[len(outputs)], greedy(counts[len(outputs)]))
-            outputs[id] = engine.outputs[id]
-        if "gone" in engine.outputs and len(outputs) == 5:
-            engine.abort("gone")
-        if not engine.unfinished:
-            continue
-        live = {}
-
-        def record(plan, commit=engine.scheduler.commit):
-            for seq, n in plan.run:
-                start = seq.num_computed_tokens
-                assert seq.running and seq not in live
-                live[seq] = seq.tokens[start : start + n], [*range(start, start + n)]
-            commit(plan)
-
-        engine.scheduler.commit, commit = record, engine.scheduler.commit
-        before = {*engine.scheduler.running}
-        engine.step()
-        engine.scheduler.commit = commit
-        step, sizes = steps.pop(), [len(tokens) for tokens, _ in live.values()]
-        assert step.tokens.tolist() == sum((tokens for tokens, _ in live.values()), [])
-        assert step.positions.tolist() == sum((at for _, at in live.values()), [])
-        assert step.cu_seqlens.tolist() == [0, *accumulate(sizes)] and min(sizes) > 0
-        assert step.lengths.tolist() == [at[-1] + 1 for _, at in live.values()]
-        assert not steps and len(step.slots) == len(step.tokens) == model.calls.pop()
-        assert {*engine.scheduler.running} <= {*live} or sum(sizes) == 12  # the budget
-        events["ended"] += bool(before - {*engine.scheduler.running})
-    assert [o.token_ids for o in outputs.values()] == want
-    assert min(events["joined"], events["ended"]) > 3, events
 
 
 def test_engine_iteration_level_scheduling_beats_request_level():
@@ -6302,22 +6121,6 @@ def test_quantize_grid_equals_loops_in_numpy(w):
         if w.shape[1] % (spec.group_size or 1) == 0:
             for dtype in (torch.float32, torch.bfloat16, torch.float64):
                 quantize_check(spec, w.to(dtype))
-
-
-QUANTIZE_MISTAKES = {
-    "quantize": lambda self, w, *qparams: Q.QuantSpec.quantize(self, 0.99 * w, *qparams),
-    "dequantize": lambda self, q, scales, zeros: Q.dequantize(q, scales, None),
-    "choose_qparams": lambda self, w: Q.QuantSpec.choose_qparams(self, 0.99 * w),
-}
-
-
-@pytest.mark.parametrize("method", QUANTIZE_MISTAKES)
-def test_quantize_grid_notices(method):
-    """A spec with a mistake fails the check on every kind of weights."""
-    wrong = type("Wrong", (Q.QuantSpec,), {method: QUANTIZE_MISTAKES[method]})(2, 8, False)
-    for name in ("rows of unlike size", "heavy tails", "a transpose"):
-        with pytest.raises(AssertionError):
-            quantize_check(wrong, QUANTIZE_WEIGHTS[name])
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
@@ -6929,20 +6732,6 @@ def test_quantize_bad_checkpoints_are_refused(tmp_path):
 # ---- composition ----
 
 
-@pytest.mark.parametrize("folder, scheme", [(DRAFT, "int4"), (MOE, "int8")], ids=["draft", "moe"])
-def test_quantize_engine_equals_greedy_decoding(folder, scheme, monkeypatch):
-    """The paged engine on a quantized model gives, batched, the tokens of decoding one by one."""
-    use_plain_torch(monkeypatch)
-    model = HF.load_checkpoint(folder, dtype=torch.float32)
-    Q.quantize_(model, scheme, group_size=quantize_group(scheme, 32))
-    prompts = [random_tokens(model.config, n, seed=n).tolist() for n in (9, 31, 17, 1, 40)]
-    with torch.no_grad():
-        want = [greedy_tokens(model, torch.tensor([p]), 10) for p in prompts]
-    engine = P.Engine(model, num_blocks=64, block_size=16, max_num_batched_tokens=64)
-    assert [o.token_ids for o in engine.generate(prompts, greedy(10))] == want
-    assert len(set(map(tuple, want))) > 1
-
-
 @pytest.mark.parametrize("skip", [(), ("kv_b_proj",)], ids=["", "skip kv_b_proj"])
 @quantize_each_scheme
 def test_quantize_latent_attention_absorbed_equals_expanded(scheme, skip):
@@ -7021,11 +6810,17 @@ def quantize_main(capsys, *argv) -> str:
         ("--quantize-report --group-size 7", "--group-size"),
         ("--quantize-report --set plot=nowhere/x.png", "--plot .*nowhere"),
         ("--quantize-report --set quantize_skip=nope", "--quantize-skip: .*nope"),
+        ("--checkpoint nowhere.gguf", "nowhere.gguf: No such file"),
+        ("--checkpoint FILE.gguf", "FILE.gguf: magic"),
+        ("--save FILE.gguf", "--save .*FILE.gguf: exists"),
+        ("--save OUT.gguf --quantize int8", "--save .*: GGUF has q8_0 and q4_0"),
+        ("--save OUT.gguf --dummy small", "--dummy"),
     ],
 )
 def test_quantize_model_bad_flags_are_refused(argv, words, tmp_path, capsys):
     """A user's mistake ends in exit code 2 and one line that names the flag; no file changes."""
-    (tmp_path / "FILE").write_text("def f():\n    return 1\n" * 3)
+    for name in ("FILE", "FILE.gguf"):
+        (tmp_path / name).write_text("def f():\n    return 1\n" * 3)
     shutil.copytree(DRAFT, tmp_path / "COPY")
     read = lambda: {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     before, places = read(), {"MOE": MOE, "CONFIG": MOE / "config.json"}
@@ -7091,40 +6886,9 @@ def test_quantize_model_saved_and_loaded(name, scheme, more, tmp_path, capsys, m
         assert word in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_quantize_works_in_every_mode_of_generate(tmp_path, capsys):
-    """--quantize in every mode of generate.py: flash and --compile give the plain run's tokens."""
-    requests, text, flags = tmp_path / "in.jsonl", tmp_path / "text.py", ["--quantize", "int4"]
-    requests.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in ("def f(", "class A:")))
-    text.write_text(Path(statistics.__file__).read_text()[:3000])
-    HF.save_checkpoint(first_layers(HF.load_checkpoint(SMALL), 2).bfloat16(), tmp_path)
-    shutil.copy(SMALL / "tokenizer.model", tmp_path)
-    shallow = [*flags, "--checkpoint", tmp_path]
-    ask = lambda line: quantize_main(capsys, *shallow, *line.split())
-    short, same = "--max-new-tokens 6 --temperature 0", ["", "--attention flash"]
-    same += ["--compile"] if has_compiler() else []
-    answers = [json.loads(ask(f"class {short} --json --dtype fp32 {more}")) for more in same]
-    assert [a["tokens"] for a in answers] == [answers[0]["tokens"]] * len(same)
-    assert len(answers[0]["tokens"]) == 6
-    for i, more in enumerate(("", "--kv-cache-dtype int8")):
-        ask(f"--batch {requests} --out {tmp_path}/{i} {short} {more}")
-        assert len((tmp_path / f"{i}").read_text().splitlines()) == 2
-        assert "error" not in (tmp_path / f"{i}").read_text()
-    ask("class --bench 1 --max-new-tokens 4")
-    assert ask(f"class {short} --n 2").strip()
-    assert ask("--bench-serving 3 --set input_tokens=4:6 --set output_tokens=3:4").strip()
-    score = ("--perplexity", text, "--json")
-    got, want = (json.loads(quantize_main(capsys, *f, *score)) for f in (flags, ()))
-    assert 0 < abs(got["nats_per_token"] / want["nats_per_token"] - 1) < 0.06
-
-
 # --------------------------------------------------------------------------------------------------
 # quantize.py: FP8 and training
 # --------------------------------------------------------------------------------------------------
-
-
-def fp8_tiny(**changes) -> M.ModelConfig:
-    return tiny(**dict(n_layers=2, ffn_dim=96) | changes)
 
 
 def fp8_latent(**changes) -> M.ModelConfig:
@@ -7276,38 +7040,25 @@ def test_fp8_and_qat_convert_only_linear_layers(swap, skipped):
     assert plain(model) == stays and len(stays) < len(every)
     assert all(m.training for m in copy.deepcopy(model).modules())
     assert model.layers[1].mlp.experts is not M.loop_experts
-    assert not plain(swap(fp8_model(fp8_tiny()), skip=("proj", "layer", "0.mlp.down")))
-    assert plain(swap(fp8_model(fp8_tiny(tie_embeddings=True)), skip=())) == {"head"}
-    assert plain(swap(fp8_model(fp8_tiny()))) == skipped
+    assert not plain(swap(fp8_model(tiny()), skip=("proj", "layer", "0.mlp.down")))
+    assert plain(swap(fp8_model(tiny(tie_embeddings=True)), skip=())) == {"head"}
+    assert plain(swap(fp8_model(tiny()))) == skipped
 
 
-FP8_FAILS = {  # conversion of a model with widths of 64, 96 and, of its experts, 32
-    "recipe": (Q.fp8_training_, dict(recipe="up"), "'up'.*tensorwise, rowwise, blockwise"),
-    "gradients": (
-        Q.fp8_training_,
-        dict(recipe="rowwise", grad_dtype=torch.half),
-        "grad_dtype .*16",
-    ),
-    "groups": (
-        Q.qat_,
-        dict(spec=Q.QuantSpec(4, 64, False)),
-        "layers.0.mlp.down_proj: group_size 64",
-    ),
-    "groups of experts": (
-        Q.qat_,
-        dict(spec=Q.QuantSpec(4, 64, False), skip=("down_proj",)),
-        "w_down: group_size 64 .* 32",
-    ),
+def fp8_converted(convert, **options) -> nn.Module:
+    """A model with widths of 64, 96 and, of its experts, 32."""
+    return convert(fp8_model(fp8_latent(q_lora_rank=64, kv_lora_rank=64)), **options)
+
+
+fp8_grouped = partial(fp8_converted, Q.qat_, spec=Q.QuantSpec(4, 64, False))
+fp8_trained = partial(fp8_converted, Q.fp8_training_)
+FP8_REFUSED = {
+    "'up'.*tensorwise, rowwise, blockwise": partial(fp8_trained, recipe="up"),
+    "grad_dtype .*16": partial(fp8_trained, recipe="rowwise", grad_dtype=torch.half),
+    "layers.0.mlp.down_proj: group_size 64": fp8_grouped,
+    "w_down: group_size 64 .* 32": partial(fp8_grouped, skip=("down_proj",)),
 }
-REFUSED |= {
-    f"fp8: {name}": (
-        lambda convert=convert, options=options: convert(
-            fp8_model(fp8_latent(q_lora_rank=64, kv_lora_rank=64)), **options
-        ),
-        words,
-    )
-    for name, (convert, options, words) in FP8_FAILS.items()
-}
+REFUSED |= {f"fp8: {words}": (call, words) for words, call in FP8_REFUSED.items()}
 REFUSED["fp8: granularity"] = partial(Q.to_fp8, torch.ones(2, 3), "1x64"), "'1x64'.*1x128"
 
 
@@ -7355,100 +7106,46 @@ def test_fp8_qat_uses_the_straight_through_estimator(spec):
     assert outside.any() and torch.equal(got[inside], g[inside]) and (got[outside] == 0).all()
 
 
-def fp8_rounded_weights(model: M.Transformer, spec: Q.QuantSpec) -> M.Transformer:
-    """A plain model with the weights that qat_ quantizes rounded."""
-    plain = M.Transformer(model.config)
-    plain.load_state_dict(model.state_dict())
-    names = {f"{name}.weight" for name in quantize_kinds(plain, nn.Linear)}
-    names -= {"head.weight"} if model.config.tie_embeddings else set()
-    for name, w in plain.named_parameters():
-        if name in names or ".w_" in name:
-            w.data.copy_(quantize_by_loops(w.data.flatten(0, -2), spec)[3].view_as(w))
-    return plain
-
-
 def test_fp8_qat_of_a_model():
-    """Linears and expert stacks are quantized in the forward, and get gradients."""
-    spec, model = Q.QuantSpec(4, 16, False), fp8_model(fp8_latent())
-    tokens, want = random_tokens(model.config, 2, 20), fp8_rounded_weights(model, spec)
-    got = Q.qat_(model, spec)(tokens)
+    """The forward is that of the model quantized afterwards: linears and expert stacks are rounded,
+    and get gradients."""
+    plain = fp8_model(fp8_latent())
+    tokens, want = random_tokens(plain.config, 2, 20), copy.deepcopy(plain)
+    quantized = Q.quantize_(copy.deepcopy(plain), "int4", group_size=16)
+    want.load_state_dict(quantize_done(quantized), strict=False)
+    model = Q.qat_(plain, Q.QuantSpec(4, 16, False))
+    got = model(tokens)
     assert torch.equal(got, want(tokens))
     got.square().sum().backward()
     moe = model.layers[1].mlp
     assert moe.w_gate_up.grad.any() and moe.w_down.grad.any() and model.head.weight.grad.any()
 
 
-# ---- train.py --fp8, --qat ----
-
-
-@pytest.fixture(scope="module")
-def fp8_folder(corpus, tmp_path_factory) -> Path:
-    """A corpus and four configurations."""
-    path = tmp_path_factory.mktemp("training")
-    shutil.copy(corpus, path / "corpus.jsonl")
-    small = dict(vocab_size=4096, dim=32, n_heads=2, n_kv_heads=1)
-    changes = {"dense": {}, "one": dict(n_layers=1), "odd": dict(ffn_dim=80)}
-    configs = {name: fp8_tiny(**small, **change) for name, change in changes.items()}
-    for name, config in (configs | {"moe": fp8_latent(vocab_size=4096)}).items():
-        (path / f"{name}.json").write_text(json.dumps(config.to_hf()))
-    return path
-
-
-def fp8_train(folder: Path, out: Path, config: str, flags: str) -> int:
-    argv = f"--data {folder}/corpus.jsonl --model {folder}/{config}.json --out {out} --device cpu"
-    argv += " --batch-size 4 --seq-len 24 --steps 6 --save-every 2 --eval-every 3 --dtype bf16 "
-    return T.main((argv + flags).split())
-
-
 @quantize_cases(
-    "config, flags",
-    [("dense", "--qat int4")],
-    [("moe", "--fp8 blockwise"), ("moe", "--qat int4")],
-)
-def test_fp8_run_resumes_and_exports(flags, config, fp8_folder, tmp_path, capsys, monkeypatch):
-    """A resumed --fp8 or --qat run equals an uninterrupted one, and exports plain bf16 weights."""
-    whole, resumed, plain = (tmp_path / name for name in ("whole", "resumed", "plain"))
-    assert fp8_train(fp8_folder, whole, config, flags) == 0
-    assert f"bf16, {flags[2:5].upper()}{flags[5:]} on cpu" in capsys.readouterr().err
-    stop = lambda caught, wait, device: (len(metrics(resumed)) == 2, wait)
-    with monkeypatch.context() as patch:
-        patch.setattr(T, "sync_stop_and_data_wait", stop)
-        assert fp8_train(fp8_folder, resumed, config, flags) == 0 and len(metrics(resumed)) == 3
-    assert T.main(["--out", str(resumed), "--resume", "--device", "cpu"]) == 0
-    assert_same_run(resumed, whole)
-    model, state = HF.load_checkpoint(whole), weights(whole)
-    for name, p in model.named_parameters():
-        assert p.dtype == torch.bfloat16 and torch.equal(p, state[f"weight.{name}"].bfloat16())
-    assert fp8_train(fp8_folder, plain, config, "") == 0
-    assert metrics(plain)[-1]["loss"] != metrics(whole)[-1]["loss"]
-    exported = [load_file(out / "model.safetensors").keys() for out in (plain, whole)]
-    assert exported[0] == exported[1]
-
-
-def test_fp8_conflicting_flags_are_refused(fp8_folder, tmp_path, capsys):
-    """Both flags, another recipe at --resume, a wrong group size: exit code 2 names the flag."""
-    out = tmp_path / "run"
-    train = partial(fp8_train, fp8_folder, out)
-    resume = lambda *flags: T.main(["--out", str(out), "--resume", *flags])
-    said = lambda words: words in capsys.readouterr().err
-    assert train("dense", "--fp8 rowwise --qat int8") == 2 and said("--fp8 cannot be combined with")
-    assert train("odd", "--qat int4") == 2 and said("--qat int4 (groups of 32): layers.0.mlp.down")
-    assert train("dense", "--qat int8") == 0 and said("QAT int8")
-    assert resume("--fp8", "rowwise") == 2 and said("--fp8 rowwise differs from the run's None")
-    _, step, about = SD.saved_run(out)
-    about["run"] = {k: v for k, v in about["run"].items() if k not in ("fp8", "qat")}
-    T.Checkpoints(out / SD.CHECKPOINTS, sync=True).save(step + 1, SD.read_state(out), about)
-    assert resume("--qat", "int4") == 2 and said("--qat int4 differs from the run's None")
+    "flags",
+    ["--qat int8"],
+    [[f"{model}{flags}"] for model in ("", "--model {deepseek}/config.json ")
+     for flags in ("--fp8 blockwise", "--qat int8 --dtype bf16")],
+)  # fmt: skip
+def test_fp8_run_resumes_and_exports(flags, train_runs, tmp_path):
+    """A resumed --fp8 or --qat run equals an uninterrupted one, and not one without the flag; the
+    exported weights are the plain model's."""
+    whole, out = train_runs.finished(flags), tmp_path / "out"
+    interrupt(train_runs.argv(flags, out), out, 3)
+    resume(out)
+    assert_same_training(out, whole)
+    plain = train_runs.finished(re.sub("--(fp8|qat) [a-z0-9]+", "", flags).strip())
+    assert losses(metrics(plain)) != losses(metrics(whole))
+    exported = [load_file(run / "model.safetensors") for run in (plain, whole)]
+    assert exported[0].keys() == exported[1].keys()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", ["--fp8 blockwise", "--qat int4"])
-def test_fp8_compiled_run_equals_eager(flags, fp8_folder, tmp_path):
+@pytest.mark.parametrize("flags", ["--fp8 blockwise", "--qat int8"])
+def test_fp8_compiled_run_equals_eager(flags, train_runs):
     """--compile with --fp8 or --qat gives the losses of the eager run."""
-    outs = tmp_path / "eager", tmp_path / "compiled"
-    for out, more in zip(outs, ("", " --compile"), strict=True):
-        assert fp8_train(fp8_folder, out, "one", f"{flags} --dtype fp32{more}") == 0
-    assert losses(metrics(outs[1])) == pytest.approx(losses(metrics(outs[0])), rel=2e-3)
+    eager, compiled = (train_runs.finished(flags + more) for more in ("", " --compile"))
+    assert losses(metrics(compiled)) == pytest.approx(losses(metrics(eager)), rel=2e-3)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -18900,23 +18597,6 @@ def test_time_sharing_groups_attain_no_less_than_fcfs_and_edf():
 # --------------------------------------------------------------------------------------------------
 
 
-class SymmetricSpec(C.MinMaxSpec):
-    """Symmetric, without zero points: one scale per row (group_size None) or per tensor (0)."""
-
-    def __init__(self, bits, group_size=None):
-        self.top, self.group_size = 2 ** (bits - 1) - 1, group_size
-
-    def choose_qparams(self, w):
-        most = w.abs().amax() if self.group_size == 0 else w.abs().amax(1)
-        return (most / self.top).clamp(min=1e-8).view(-1, 1), None
-
-    def quantize(self, w, scales, zeros):
-        return (w / scales).round().clamp(-self.top, self.top).to(torch.int8)
-
-    def dequantize(self, qweight, scales, zeros):
-        return qweight * scales
-
-
 def calibrate_layer(seed, N=24, K=192, kind="correlated"):
     """A weight and inputs of a kind: ordinary ones, and degenerate ones."""
     g = seeded(seed)
@@ -18939,7 +18619,7 @@ def calibrate_error(W, got, x):
 
 
 def calibrate_id(x) -> str:
-    return f"{type(x).__name__}{x.group_size}" if isinstance(x, C.MinMaxSpec) else str(x)
+    return f"{type(x).__name__}{x.group_size}" if hasattr(x, "group_size") else str(x)
 
 
 # ---- statistics ----
@@ -19019,9 +18699,9 @@ def gptq_by_least_squares(W, H, spec, act_order=False, damp=0.01, keep=None):
         (C.MinMaxSpec(3, 32), "correlated", dict(block_size=128)),  # 192 is no multiple
         (C.MinMaxSpec(2, 32), "white", dict(block_size=1000)),
         (C.MinMaxSpec(3, 32), "correlated", dict(act_order=True)),
-        (SymmetricSpec(3), "correlated", dict(act_order=True, block_size=40)),
-        (SymmetricSpec(3), "correlated", dict(damp=0.1)),
-        (SymmetricSpec(4), "dead", dict()),
+        (Q.QuantSpec(3), "correlated", dict(act_order=True, block_size=40)),
+        (Q.QuantSpec(3), "correlated", dict(damp=0.1)),
+        (Q.QuantSpec(4), "dead", dict()),
         (C.MinMaxSpec(3, 32), "dead", dict(act_order=True)),
         (C.MinMaxSpec(2, 32), "correlated", dict(keep=0.02)),
         (C.MinMaxSpec(3, 32), "white", dict(keep=0.02, act_order=True)),
@@ -19049,50 +18729,33 @@ def test_calibrate_gptq_equals_least_squares(spec, kind, options):
         assert got is near is None or torch.equal(got[static], near[static])
 
 
-def test_calibrate_gptq_falls_back_to_rounding_per_row():
-    """With a spec that rounds a single column badly, every row is rounded to nearest."""
-
-    class Bad(C.MinMaxSpec):
-        quantize = lambda self, w, *qparams: super().quantize(w, *qparams) ^ (7 * (w.shape[1] == 1))
-
-    W, x = calibrate_layer(0)
-    nearest = Bad(3, 32).choose_qparams(W)
-    want = Bad(3, 32).quantize(W, *nearest), *nearest
-    assert all(map(torch.equal, C.gptq(W, x.t() @ x, Bad(3, 32)), want))
-
-
-@pytest.mark.parametrize(
-    "seeds", [[0], pytest.param([1, 2], marks=pytest.mark.slow)], ids=["0", "1-2"]
-)
 @pytest.mark.parametrize(
     "spec",
-    [C.MinMaxSpec(2, 32), C.MinMaxSpec(3, 64), C.MinMaxSpec(4, 32)]
-    + [SymmetricSpec(3), SymmetricSpec(4, 0)],
+    [C.MinMaxSpec(2, 32), C.MinMaxSpec(4, 64), Q.QuantSpec(3), Q.QuantSpec(4, 0)],
     ids=calibrate_id,
 )
 @pytest.mark.parametrize(
     "kind", ["white", "correlated", "rank-deficient", "one-row", "one output", "dead", "all-zero"]
 )
-def test_calibrate_gptq_never_exceeds_rounding_error(kind, spec, seeds):
+def test_calibrate_gptq_never_exceeds_rounding_error(kind, spec):
     """No row's error exceeds that of rounding; on ordinary layers it is below 0.8 of it."""
-    for seed in seeds:
-        W, x = calibrate_layer(seed, N=1 if kind == "one output" else 24, kind=kind)
-        W, H, keep = W.bfloat16(), x.t() @ x, torch.rand(W.shape, generator=seeded(seed)) < 0.02
-        near = C.round_to_nearest(spec, W.float())
-        plain = calibrate_error(W, near, x)
-        torch.testing.assert_close(C.output_error(W, near, H), plain.sum(), rtol=1e-3, atol=1e-9)
-        noise = 1e-6 * H.diagonal().sum()  # of fp32 sums, where the true error is zero
-        for act_order, damp in product((False, True), (0.01, 0.0)):
-            got = spec.dequantize(*C.gptq(W, H, spec, act_order=act_order, damp=damp))
-            ours = calibrate_error(W, got, x)
-            assert (ours <= plain * (1 + 1e-4) + noise).all()
-            if kind == "correlated" and damp:
-                assert ours.sum() < 0.8 * plain.sum()
-        W = torch.where(keep, 50 * W, W)
-        nearest = C.choose_qparams_masked(spec, W.float(), keep)
-        for q in (C.gptq(W, H, spec, keep=keep), (spec.quantize(W.float(), *nearest), *nearest)):
-            ours, plain = calibrate_error(W, torch.where(keep, W, spec.dequantize(*q)), x), ours
-        assert (plain <= ours * (1 + 1e-4) + noise).all()
+    W, x = calibrate_layer(0, N=1 if kind == "one output" else 24, kind=kind)
+    W, H, keep = W.bfloat16(), x.t() @ x, torch.rand(W.shape, generator=seeded()) < 0.02
+    near = C.round_to_nearest(spec, W.float())
+    plain = calibrate_error(W, near, x)
+    torch.testing.assert_close(C.output_error(W, near, H), plain.sum(), rtol=1e-3, atol=1e-9)
+    noise = 1e-6 * H.diagonal().sum()  # of fp32 sums, where the true error is zero
+    for act_order, damp in product((False, True), (0.01, 0.0)):
+        got = spec.dequantize(*C.gptq(W, H, spec, act_order=act_order, damp=damp))
+        ours = calibrate_error(W, got, x)
+        assert (ours <= plain * (1 + 1e-4) + noise).all()
+        if kind == "correlated" and damp:
+            assert ours.sum() < 0.8 * plain.sum()
+    W = torch.where(keep, 50 * W, W)
+    nearest = C.choose_qparams_masked(spec, W.float(), keep)
+    for q in (C.gptq(W, H, spec, keep=keep), (spec.quantize(W.float(), *nearest), *nearest)):
+        ours, plain = calibrate_error(W, torch.where(keep, W, spec.dequantize(*q)), x), ours
+    assert (plain <= ours * (1 + 1e-4) + noise).all()
 
 
 def test_calibrate_kept_weights_do_not_enlarge_the_scale():
@@ -19238,16 +18901,6 @@ def test_calibrate_cross_layer_equalization_keeps_swiglu_and_balances_ranges():
     torch.testing.assert_close(s, torch.where(dead, 1, r1 / even))
 
 
-def test_calibrate_bias_correction_restores_the_mean():
-    """For inputs with a nonzero mean, the mean output error goes from above 0.5 to ~0."""
-    W = torch.randn(12, 32, generator=seeded())
-    x = torch.randn(400, 32, generator=seeded(1)) + 2 * torch.randn(32, generator=seeded(2))
-    near = C.round_to_nearest(C.MinMaxSpec(2, 32), W)
-    error = (x @ W.t() - x @ near.t()).mean(0)
-    assert error.abs().max() > 0.5
-    torch.testing.assert_close(C.bias_correction(W, near, x.mean(0)), error, rtol=0, atol=1e-4)
-
-
 # ---- TaCQ ----
 
 
@@ -19335,37 +18988,11 @@ def sparse_normal(*shape, seed=0, dtype=torch.float32) -> torch.Tensor:
     return normal(*shape, dtype=dtype, rng=seeded(seed))
 
 
-class SparseMLP(nn.Module):
-    def __init__(self, dim=16):
-        super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(dim, 2 * dim), nn.Linear(dim, 2 * dim)
-        self.down_proj = nn.Linear(2 * dim, dim)
-
-    def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+SPARSE_CONFIG = tiny(n_layers=2, tie_embeddings=True, qkv_bias=True)
 
 
-class SparseModel(nn.Module):
-    """Two layers, an embedding that the head shares, and a subclass of Linear."""
-
-    def __init__(self, dim=16):
-        super().__init__()
-        self.embed = nn.Embedding(32, dim)
-        self.layers = nn.ModuleList(SparseMLP(dim) for _ in range(2))
-        self.special = type("Special", (nn.Linear,), {})(dim, dim)
-        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, 32, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = x + layer(x)
-        return self.head(self.norm(self.special(x)))
-
-
-def sparse_model(seed=1, **to):
-    torch.manual_seed(seed)
-    return SparseModel().to(DEVICE, **to).eval().requires_grad_(False)
+def sparse_model(seed: int = 0, dtype=torch.float32) -> M.Transformer:
+    return random_model(SPARSE_CONFIG, seed).to(DEVICE, dtype)
 
 
 # ---- pruning and packed formats ----
@@ -19559,11 +19186,11 @@ def test_sparse_semi_structured():
 def test_sparse_sparsify_equals_masked_dense_weights():
     """sparsify_ replaces every plain, untied Linear by one that equals the masked dense weight, by
     magnitude or by a given importance of each name."""
-    names = [f"layers.{i}.{x}_proj" for i in range(2) for x in ("gate", "up", "down")]
+    names = [n for n in quantize_kinds(sparse_model(), nn.Linear) if n != "head"]
     for importance in (None, lambda name, w: asked.append(name) or w.abs().flip(1)):
         asked, dense = [], sparse_model()
         sparse = Z.sparsify_(sparse_model(), 2, 8, importance=importance)
-        assert [n for n, x in sparse.named_modules() if type(x) is Z.SparseLinear] == names
+        assert [*quantize_kinds(sparse, Z.SparseLinear)] == names
         assert asked == (names if importance else [])
         for name in names:
             layer, linear = sparse.get_submodule(name), dense.get_submodule(name)
@@ -19575,9 +19202,9 @@ def test_sparse_sparsify_equals_masked_dense_weights():
             assert torch.equal(layer.weight, linear.weight)
         for shape in ((1, 1), (2, 9)):  # by the kernel, and by the dense matmul
             tokens = torch.arange(shape[0] * shape[1], device=DEVICE).view(shape)
-            torch.testing.assert_close(sparse(tokens), dense(tokens), rtol=1e-4, atol=1e-5)
+            close(sparse(tokens), dense(tokens), 1e-5)
     assert "2:8" in repr(sparse)
-    assert sparse.layers[0](torch.empty(0, 16, device=DEVICE)).shape == (0, 16)
+    assert sparse.layers[0].mlp(torch.empty(0, 48, device=DEVICE)).shape == (0, 48)
 
 
 def test_sparse_linear_uses_the_kernel_for_few_rows(monkeypatch):
@@ -19597,36 +19224,32 @@ def test_sparse_linear_uses_the_kernel_for_few_rows(monkeypatch):
         layer(sparse_normal(2, 16, dtype=torch.float64))
 
 
-@pytest.mark.parametrize(
-    "skip, n_swapped",
-    [((), 6), (["layers.0"], 3), (["down_proj"], 4), (["layers.1.up_proj"], 5), ("layers", 0)]
-    + [(["proj"], 6), (["layer"], 6), (["0.up_proj", "norm"], 5)],
-)
-def test_sparse_sparsify_skips(skip, n_swapped):
-    """skip matches a name, or a dotted part of one, not a part of a word."""
-    swapped = Z.sparsify_(sparse_model(), skip=skip).modules()
-    assert sum(type(x) is Z.SparseLinear for x in swapped) == n_swapped
-
-
-def test_sparse_sparsify_skips_shared_weights():
-    """A tied head, one Linear in two places, and two that share a parameter stay dense."""
-    a, b, c = (nn.Linear(8, 8) for _ in range(3))
+def test_sparse_sparsify_skips():
+    """skip matches a name, or a dotted part of one, not a part of a word. A tied head, a subclass,
+    one Linear in two places, and two that share a parameter stay dense."""
+    for skip, n_swapped in (
+        *(((), 14), (["layers.0"], 7), (["down_proj"], 12), (["layers.1.mlp.up_proj"], 13)),
+        *(("layers", 0), (["proj"], 14), (["layer"], 14), (["0.mlp.up_proj", "norm"], 13)),
+    ):
+        sparse = Z.sparsify_(sparse_model(), skip=skip)
+        assert len(quantize_kinds(sparse, Z.SparseLinear)) == n_swapped, skip
+        assert sparse.head.weight is sparse.embed.weight and type(sparse.head) is nn.Linear
+    a, b, c, own = (kind(8, 8) for kind in (*[nn.Linear] * 3, type("Own", (nn.Linear,), {})))
     b.weight = c.weight
-    net = Z.sparsify_(nn.Sequential(a, nn.Sequential(a), b, c, nn.Linear(8, 8)))
-    assert [type(x) is Z.SparseLinear for x in net] == [False, False, False, False, True]
-    tied = Z.sparsify_(sparse_model())
-    assert tied.head.weight is tied.embed.weight and type(tied.head) is nn.Linear
+    net = Z.sparsify_(nn.Sequential(a, nn.Sequential(a), b, c, own, nn.Linear(8, 8)))
+    assert [type(x) is Z.SparseLinear for x in net] == [False] * 5 + [True]
 
 
 def test_sparse_sparsify_on_meta_and_state_dict():
     """A model sparsified on meta, or one of other weights, loads the state dict of a real one."""
     real = Z.sparsify_(sparse_model(dtype=torch.bfloat16), 4, 8)
     with torch.device("meta"):
-        skeleton = Z.sparsify_(SparseModel().to(torch.bfloat16), 4, 8)
+        skeleton = Z.sparsify_(M.Transformer(SPARSE_CONFIG).to(torch.bfloat16), 4, 8)
     saved, tokens = real.state_dict(), torch.arange(20, device=DEVICE)[None]
     shapes = lambda state: {name: (x.shape, x.dtype) for name, x in state.items()}
     assert shapes(skeleton.state_dict()) == shapes(saved)
-    assert {"layers.0.up_proj." + x for x in ("values", "indices", "bias")} <= saved.keys()
+    layer = "layers.0.attention.q_proj."
+    assert {layer + x for x in ("values", "indices", "bias")} <= saved.keys()
     assert not any("proj.weight" in name for name in saved)
     skeleton.load_state_dict(saved, assign=True)
     skeleton.head.weight = skeleton.embed.weight
@@ -19714,6 +19337,7 @@ def test_sparse_a_failed_call_changes_nothing():
 
 
 SPARSE_COMPILE = """
+from quantization import sparse as Z
 Z._can_use_triton = lambda _: True
 
 def gemv(n=2, m=4, M=1, N=64, K=4096, dtype=torch.bfloat16, bias=None):
@@ -19739,11 +19363,8 @@ SPARSE_CASES = [
 def test_sparse_kernel_compiles_for_gpus(arch, tmp_path):
     """It compiles for each arch with 16-byte loads; other aligned sizes do not recompile."""
     again = ["n = len(built)", "gemv(N=128, K=8192)", "assert len(built) == n"]
-    imports = "import attention as A\nfrom quantization import sparse as Z\n"
-    code = COMPILE.replace("import attention as A\n", imports)
-    code = code.replace("busy = dict", SPARSE_COMPILE + "\nbusy = dict", 1)
-    cases = *SPARSE_CASES, *again, "gemv(3, 8, N=37, K=5 * 8)"
-    lines = compile_kernels(code, tmp_path, arch, *cases).splitlines()
+    cases = SPARSE_COMPILE, *SPARSE_CASES, *again, "gemv(3, 8, N=37, K=5 * 8)"
+    lines = compile_kernels(COMPILE, tmp_path, arch, *cases).splitlines()
     assert len(lines) == len(SPARSE_CASES) + 3 and lines[-1] == str(["_gather_kernel"])
     assert all("16-byte" in line for line in lines[: len(SPARSE_CASES)]), lines
 
@@ -19765,23 +19386,12 @@ def gemm_randint(low, high, *shape, dtype=torch.uint8):
 
 def gemm_weight(N, K, group):
     """qweight, scales, zeros of a random weight: int8 per row, or int4 in groups."""
-    if group is None:
-        q = gemm_randint(-128, 128, N, K, dtype=torch.int8)
-        return q, gemm_normal(N, 1).abs() + 0.01, None
-    scales = (gemm_normal(N, K // group).abs() + 0.01).bfloat16()
-    return gemm_randint(0, 256, N, K // 2), scales, gemm_randint(0, 16, N, K // group)
+    scheme = Q.get_scheme("int4", group) if group else Q.SCHEMES["int8"]
+    return scheme.quantize(gemm_normal(N, K))
 
 
 def gemm_dequantize(q, scales, zeros):
-    """Column by column, from the definition of the format."""
-    if zeros is None:
-        return q.float() * scales
-    columns = []
-    for j in range(2 * q.shape[1]):
-        g = j * zeros.shape[1] // (2 * q.shape[1])
-        code = q[:, j // 2] // 16 if j % 2 else q[:, j // 2] % 16
-        columns.append((code.float() - zeros[:, g].float()) * scales[:, g].float())
-    return torch.stack(columns, 1)
+    return Q.dequantize(Q.unpack(q, 8 if zeros is None else 4), scales, zeros)
 
 
 @pytest.fixture
@@ -19984,14 +19594,6 @@ def test_gemm_does_not_read_past_a_row():
     assert X.gemm(a, b).isnan().tolist() == [[False, True], [True, True]]
 
 
-def test_gemm_fp8_equals_dequantized_matmul():
-    """quantize.py's tiles of 1 x 128 and 128 x 128 are the blocks that gemm takes."""
-    x, w = gemm_normal(5, 300), gemm_normal(140, 300)
-    (a, sa), (b, sb) = Q.to_fp8(x, "1x128"), Q.to_fp8(w, "128x128")
-    got = X.gemm(a, b, a_scale=sa, b_scale=sb, dtype=torch.float32)
-    close(got, Q.from_fp8(a, sa) @ Q.from_fp8(b, sb).T, GEMM_FP8_SUM)
-
-
 @pytest.mark.parametrize("dtype", one_in(2, [E4M3, E5M2]))
 def test_gemm_block_scaled_matmul(dtype):
     """block_scaled_matmul == quantize.py's fp8_matmul: with gradients in e5m2, with scales of 1 x
@@ -20049,6 +19651,7 @@ REFUSED |= {f"gemm: {i}": (call, words) for i, (words, call) in enumerate(gemm_r
 
 
 GEMM_COMPILE = """
+from quantization import gemm as X
 X._can_use_triton, X._processors = lambda _: True, lambda _: 132
 h, bf, f32, f8 = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
 
@@ -20096,10 +19699,8 @@ def test_gemm_kernels_compile_for_gpus(arch, tmp_path):
     flat += ["assert ['async_copy_global_to_local' in k.asm['ttgir'] for k in flat] == [True] * 2"]
     again = ["n = len(built)", "wo(4, 24, 32, N=8192, K=8192, n_splits=2)"]
     again += ["mm(bf, M=512, K=2048, half=0.25)", "assert len(built) == n, built[n:]"]
-    imports = "import attention as A\nfrom quantization import gemm as X\n"
-    code = COMPILE.replace("import attention as A\n", imports)
-    code = code.replace("busy = dict", GEMM_COMPILE + "\nbusy = dict", 1)
-    printed = compile_kernels(code, tmp_path, arch, *flat, "compile_all(arch)", *again)
+    cases = GEMM_COMPILE, *flat, "compile_all(arch)", *again
+    printed = compile_kernels(COMPILE, tmp_path, arch, *cases)
     kernels = ("gemm", "gemv", "reduce_splits", "skinny_gemm")
     assert printed.strip() == str([f"_{name}_kernel" for name in kernels])
 
@@ -20597,8 +20198,7 @@ def test_gguf_metadata_of_converters(tmp_path):
 
 
 @needs_gguf
-@pytest.mark.parametrize("key, value, words", GGUF_CHANGES)
-def test_gguf_unknown_metadata_is_refused(key, value, words, tmp_path, monkeypatch, capsys):
+def test_gguf_unknown_metadata_is_refused(tmp_path, monkeypatch, capsys):
     """generate.py: exit code 2 and one line with the file and the field."""
     path, init = tmp_path / "file.gguf", GGUF.Header.__init__
     gguf_mixed(path)
@@ -20610,31 +20210,10 @@ def test_gguf_unknown_metadata_is_refused(key, value, words, tmp_path, monkeypat
         header.place([]) if key == "general.alignment" else None
 
     monkeypatch.setattr(GGUF.Header, "__init__", changed)
-    assert G.main(["--checkpoint", str(path), "x"]) == 2
-    line = capsys.readouterr().err.strip().splitlines()
-    assert len(line) == 1 and str(path) in line[0] and words in line[0], line
-
-
-@needs_gguf
-@pytest.mark.parametrize(
-    "argv, words",
-    [
-        ("--checkpoint nowhere.gguf", "nowhere.gguf: No such file"),
-        ("--checkpoint FILE.gguf", "FILE.gguf: magic"),
-        ("--save FILE.gguf", "--save .*FILE.gguf: exists"),
-        ("--save OUT.gguf --quantize int8", "--save .*: GGUF has q8_0 and q4_0"),
-        ("--save OUT.gguf --dummy small", "--dummy"),
-        ("--save OUT", "--quantize"),
-    ],
-)
-def test_gguf_bad_flags_are_refused(argv, words, tmp_path, capsys):
-    """Exit code 2 and one line; no file changes."""
-    (tmp_path / "FILE.gguf").write_bytes(b"GGML" * 9)
-    argv = re.sub("FILE|OUT", lambda m: str(tmp_path / m[0]), argv).split()
-    assert G.main([*argv, "--device", "cpu"]) == 2
-    line = capsys.readouterr().err.strip().splitlines()
-    assert len(line) == 1 and re.search(words, line[0]), line
-    assert [p.name for p in tmp_path.iterdir()] == ["FILE.gguf"]
+    for key, value, words in GGUF_CHANGES:
+        assert G.main(["--checkpoint", str(path), "x"]) == 2
+        line = capsys.readouterr().err.strip().splitlines()
+        assert len(line) == 1 and str(path) in line[0] and words in line[0], (key, line)
 
 
 def test_gguf_package_is_optional(monkeypatch, capsys):
@@ -32943,6 +32522,7 @@ slow perplexity batch interactive | --checkpoint {moe8}                 | --set 
 greedy perplexity | | --checkpoint {small8}                  | --checkpoint {small} --quantize int8
 samples batch                   | --regex [a-z]+=[0-9]{{3}}n.me | --speculate ngram |
 slow greedy                     | --checkpoint {moe}                    | --compile         |
+slow greedy samples perplexity  | --quantize int4                       | --attention flash |
 slow greedy | --checkpoint {moe} --quantize int8              | --compile --set experts=loop |
 """
 
@@ -35043,6 +34623,9 @@ TRAIN_BAD = {  # flags -> words of the error, separated by "|"
     "--resume --out {fp16} --set optimizer_in_backward=true --grad-clip 0": "--grad-clip 0",
     "--resume --out {fp16} --set optimizer_in_backward=true": "--grad-clip 0",
     "--resume --out {fp16} --lora 4": "--lora 4|None",
+    "--resume --out {plain} --fp8 rowwise": "--fp8 rowwise differs from the run's None",
+    "--fp8 rowwise --qat int8": "--fp8 cannot be combined with|--qat",
+    "--qat int4": "--qat int4 (groups of 32): layers.0.mlp.down",
 }
 TRAIN_RUNS["mixed-aux"] = "--model {mixtral}/config.json"
 
@@ -40389,7 +39972,7 @@ def test_bad_input_is_refused(call, words):
 # several processes by one and the same, for two such at a time take more than twice as long. (Under
 # pytest 9.2 pytest-xdist 3.8 cannot tell, its issue 1386: then both workers start them.)
 RANK_FIXTURES += "zero_done zero_fuzzed layouts dry_results dl_elastic generate_on_ranks".split()
-STORIES = "paged_story train_runs finished fp8_folder page".split()
+STORIES = "paged_story train_runs finished page".split()
 GROUPS = {name: name for name in STORIES} | dict.fromkeys(RANK_FIXTURES, "ranks")
 for name, test in [*globals().items()]:
     if name.startswith("test_"):
