@@ -4244,103 +4244,26 @@ def test_paged_cached_blocks_are_not_written_again():
 # ---- BlockAllocator ----
 
 
-class PagedBlocks(RuleBasedStateMachine):
-    """BlockAllocator beside a ledger: each sequence's blocks, the whole prefix that each cached
-    block ends, and the unused ones among these in order of release."""
-
-    prompts = strategies.lists(strategies.integers(0, 1), min_size=1, max_size=12)
-    some = strategies.integers(0, 99)
-
-    @initialize(num_blocks=strategies.integers(1, 12), block_size=strategies.integers(1, 3))
-    def start(self, num_blocks, block_size):
-        self.real, self.n = P.BlockAllocator(num_blocks, block_size), num_blocks
-        self.tables, self.prefixes, self.unused = [], {}, []
-
-    def allocate(self) -> int:
-        """Blocks that hold nothing come first, then the cached one that was released first."""
-        used = {block for table in self.tables for block in table}
-        block = self.real.allocate()
-        if len(used) + len(self.unused) == self.n:
-            assert block == self.unused.pop(0)
-            del self.prefixes[block]
-        assert 0 <= block < self.n and block not in used and block not in self.prefixes
-        return block
-
-    def share(self, block: int) -> int:
-        self.unused = [other for other in self.unused if other != block]
-        return self.real.share(block)
-
-    @rule(tokens=prompts, register=strategies.booleans())
-    def admit(self, tokens, register):
-        """Share the blocks of a prompt that are cached, allocate the rest, and cache the full."""
-        table, node, size = [], 0, self.real.block_size
-        self.tables.append(table)
-        for at in range(0, len(tokens), size):
-            part, prefix = tuple(tokens[at : at + size]), tuple(tokens[: at + size])
-            cached = {p: block for block, p in self.prefixes.items()}
-            if node is not None:
-                assert self.real.find(node, part) == cached.get(prefix)
-            if node is not None and prefix in cached:
-                table.append(self.share(cached[prefix]))
-                node = self.real.node(table[-1])
-            elif self.real.n_free:
-                block = self.allocate()
-                if node is not None and len(part) == size and register:
-                    node, self.prefixes[block] = self.real.register(block, node, part), prefix
-                else:
-                    node = None
-                table.append(block)
-            else:
-                return
-
-    @precondition(lambda self: self.tables)
-    @rule(which=some)
-    def release(self, which):
-        table = self.tables.pop(which % len(self.tables))
-        self.real.release(table)
-        used = {block for other in self.tables for block in other}
-        self.unused += [b for b in table[::-1] if b in self.prefixes and b not in used]
-
-    @precondition(lambda self: self.tables)
-    @rule(which=some)
-    def fork(self, which):
-        self.tables.append([*map(self.share, self.tables[which % len(self.tables)])])
-
-    @precondition(lambda self: self.tables)
-    @rule(which=some, at=some)
-    def uncache(self, which, at):
-        """Blocks and all that continue their prefix are not found any more."""
-        table = self.tables[which % len(self.tables)]
-        dropped = table[at % (len(table) + 1) :]
-        self.real.uncache(dropped)
-        roots = [self.prefixes[block] for block in dropped if block in self.prefixes]
-        for block, prefix in [*self.prefixes.items()]:
-            if any(prefix[: len(root)] == root for root in roots):
-                del self.prefixes[block]
-        self.unused = [block for block in self.unused if block in self.prefixes]
-
-    @invariant()
-    def blocks_add_up(self):
-        if hasattr(self, "real"):
-            refs = Counter(block for table in self.tables for block in table)
-            assert self.real.refs == [refs[block] for block in range(self.n)]
-            assert self.real.n_free == self.n - len(refs)
-            check_blocks(self.real, self.tables)
-
-    def teardown(self):
-        for table in getattr(self, "tables", []):
-            self.real.release(table)
-        if hasattr(self, "real"):
-            assert sorted(self.real.allocate() for _ in range(self.n)) == [*range(self.n)]
-            with pytest.raises(AssertionError):
-                self.real.allocate()
-
-
-def test_paged_allocator_equals_its_ledger():
-    """After any calls, refcounts are the tables that use a block, exactly the cached prefixes are
-    found, blocks are evicted in LRU order, children before their parents, and nothing leaks."""
-    settings = hypothesis.settings(max_examples=150, stateful_step_count=40)
-    hypothesis.stateful.run_state_machine_as_test(PagedBlocks, settings=settings)
+def test_paged_allocator_evicts_the_least_recently_used_leaf_first():
+    """Blocks that hold nothing come first, then the cached ones in the order of their release, of a
+    sequence the last block first; an evicted one is not found any more."""
+    allocator, tables, nodes = P.BlockAllocator(8, 1), {}, {}
+    for text in ("ab", "cd", "e"):
+        tables[text], nodes[text] = [], [0]
+        for letter in text:
+            tables[text].append(allocator.allocate())
+            nodes[text].append(allocator.register(tables[text][-1], nodes[text][-1], (letter,)))
+    for text in ("cd", "ab", "e"):
+        allocator.release(tables[text])
+    allocator.release([allocator.share(tables["cd"][0])])  # used again
+    (a, b), (c, d), (e,) = tables.values()
+    for block in (None, None, None, d, b, a, e, c):
+        check_blocks(allocator, [[x] for x, n in enumerate(allocator.refs) if n])
+        assert (allocator.allocate() == block) == (block is not None)
+        assert (allocator.find(nodes["ab"][1], ("b",)) is None) == (block in (b, a, e, c))
+        assert (allocator.find(0, ("c",)) is None) == (block == c)
+    with pytest.raises(AssertionError):
+        allocator.allocate()
 
 
 def test_paged_eviction_of_long_chains_is_iterative():
@@ -6064,12 +5987,6 @@ QUANTIZE_WEIGHTS = {
 }
 
 
-def quantize_bf16(x: np.float32) -> np.float32:
-    """Rounded to bf16, half to even, by its bits."""
-    bits = np.atleast_1d(x).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)[0]
-
-
 def quantize_by_loops(w: torch.Tensor, spec) -> tuple[torch.Tensor, ...]:
     """w (N, K) -> q, scales, zeros and the dequantized weights, group by group in numpy's fp32: as
     in the white paper, 2.2. Scales of groups are bf16, rounded up."""
@@ -6082,7 +5999,8 @@ def quantize_by_loops(w: torch.Tensor, spec) -> tuple[torch.Tensor, ...]:
         else:
             least, most = min(least, f(0)), max(most, f(0))
             scale = most / f(top) - least / f(top)
-        scale = quantize_bf16(scale * f(1 + 2**-8)) if spec.group_size else scale
+        if spec.group_size:
+            scale = f(torch.tensor(scale * f(1 + 2**-8)).bfloat16().item())
         scale = scale if scale > 0 else f(1)
         offset = f(0) if spec.symmetric else np.clip(np.rint(-least / scale), f(0), f(top))
         q = np.clip(np.rint(part / scale) + offset, low, top)
@@ -6339,25 +6257,6 @@ def test_quantize_kept_weights_are_exact(scheme, dtype):
     for rows in (1, 3):
         exact = x[:rows].double() @ layer.weight.double().t()
         assert relative(layer(x[:rows]).double(), exact) < 2 * QUANTIZE_DTYPES[dtype]
-
-
-@quantize_each_scheme
-def test_quantize_copies_and_writes_take_effect(scheme):
-    """Copies, files and buffers written in place give the same output: no old weight is cached."""
-    for dtype, used in product((torch.float32, torch.bfloat16), (False, True)):
-        make, x = partial(quantize_layer, scheme, dtype=dtype), quantize_normal(3, 128, dtype=dtype)
-        layer, fresh, written = make(), make(seed=7), make(seed=7)
-        for each in (layer, fresh, written) if used else ():
-            each(x), each(x[:1])
-        file = io.BytesIO()
-        torch.save((layer, layer.state_dict()), file)
-        loaded, state = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
-        fresh.load_state_dict(state)
-        for name, tensor in written.state_dict().items():
-            tensor.copy_(state[name])
-        for got in (copy.deepcopy(layer), loaded, fresh, written):
-            assert bitwise_equal(quantize_raw(got), quantize_raw(layer))
-            assert torch.equal(got(x), layer(x)) and torch.equal(got(x[:1]), layer(x[:1]))
 
 
 # ---- replacing the modules of a model ----
@@ -6849,9 +6748,8 @@ def test_quantize_model_bad_flags_are_refused(argv, words, tmp_path, capsys):
     ],
 )
 def test_quantize_model_saved_and_loaded(name, scheme, more, tmp_path, capsys, monkeypatch):
-    """--save OUT, then --checkpoint OUT: the saved model's logits bit for bit and the text of
-    quantizing while loading. OUT is smaller and has the tokenizer; quantizing it, or saving into
-    it, again is refused."""
+    """--save OUT, then --checkpoint OUT: the saved model's logits bit for bit. OUT is smaller and
+    has the tokenizer; quantizing it, or saving into it, again is refused."""
     monkeypatch.setattr(W, "NUM_SEQUENCES", 2)
     folder, out, saved, save = REPO / "checkpoints" / name, tmp_path / "out", [], W.save
     monkeypatch.setattr(W, "save", lambda args, model: saved.append(model) or save(args, model))
@@ -6865,11 +6763,6 @@ def test_quantize_model_saved_and_loaded(name, scheme, more, tmp_path, capsys, m
     assert bool(kept) == ("tacq" in more)
     added = [m.bias for m in opened.modules() if getattr(m, "has_added_bias", False)]
     assert bool(added) == ("bias" in more) and all(b.abs().max() > 0 for b in added)
-    if "calibrate" not in more:
-        ask = "def main(", "--max-new-tokens", 12, "--temperature", 0, "--json"
-        texts = [quantize_main(capsys, *f, *ask) for f in (flags, ("--checkpoint", out))]
-        first, second = ([json.loads(text)[key] for key in ("tokens", "text")] for text in texts)
-        assert first == second
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     calibrated = more.split()[-1] if "calibrate" in more else None
     assert (config["scheme"], config.get("calibrated")) == (scheme, calibrated)
@@ -19466,12 +19359,6 @@ def test_gemm_weight_only_compiles_to_one_graph(M, group, one_sm):
     torch.library.opcheck(X._weight_only_op, (x, *weight, None, 0), test_utils=checks)
     args = X.permute_for_gemv(x[:1], 4 if group else 8), *weight, None, 0, x.dtype
     torch.library.opcheck(X._gemv_op, args, test_utils=checks)
-
-
-def test_gemm_n_splits_depends_on_the_shape():
-    """At most two tiles per SM, at least four K steps per program."""
-    assert X._n_splits(64, 32, 132) == 4 and X._n_splits(64, 8, 132) == 2
-    assert X._n_splits(1000, 99, 132) == 1 and X._n_splits(1, 1, 132) == 1
 
 
 @pytest.mark.parametrize("scheme, size", [("int8", None), ("int4", 32)])
