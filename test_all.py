@@ -4454,11 +4454,9 @@ class PagedSimulator:
 
 PAGED_WORLDS = [  # blocks, block size, budget, sequences, prefix cache
     (12, 1, 1, 3, True),
-    (12, 1, 4, 3, True),
     (8, 3, 7, 64, True),
     (8, 3, 5, 64, False),
     (6, 4, 64, 8, True),
-    (24, 1, 7, 64, True),
     (3, 16, 16, 1, True),
     (40, 2, 13, 6, True),
     (400, 4, 32, 16, True),
@@ -4471,7 +4469,7 @@ def test_paged_scheduler_keeps_its_promises(world):
     is computed from exactly the tokens before it, budgets and order hold, decoding sequences run in
     every step, the most urgent one is never preempted or starved, all end, nothing leaks."""
     drafts = preempted = 0
-    for seed in range(8):
+    for seed in range(5):
         more = dict(kv_swap=seed % 2 == 1, max_drafts=seed % 4 // 2 * 4)
         if seed == 4:
             more["policy"] = lambda seq: seq.n_prompt
@@ -5008,7 +5006,7 @@ ENGINES = {  # name: model, options; every second one is slow
 @pytest.mark.parametrize("name", one_in(2, ENGINES))
 def test_engine_options_change_no_output(name):
     """Shared prefixes, priorities, several samples, in blocks that held NaN; without drafts, and
-    with drafts all right, mixed or all wrong: tokens, log-probabilities and timestamps are those of
+    with drafts mixed or all wrong: tokens, log-probabilities and timestamps are those of
     a calm engine, which are the model's own; no token is sampled twice, no step exceeds its budget,
     wrong drafts cost no step, and static steps have few shapes."""
     config, options = ENGINES[name]
@@ -5026,12 +5024,12 @@ def test_engine_options_change_no_output(name):
     if kv_dtype is None:
         for case_ in zip(prompts, params, want, strict=True):
             paged_answers(model, *case_)
-    for p_wrong in (None, 0, 0.3, 1):
+    for p_wrong in (None, 0.3, 1):
         model.calls, more, sampler = [], {}, PagedSampler()
         if p_wrong is not None:
             texts = paged_texts(prompts, [o.token_ids for o in want])
-            drafter = PagedDrafter(texts, p_wrong, ragged=p_wrong > 0)
-            more = dict(drafter=drafter, speculate_k=3 + (p_wrong == 0))
+            drafter = PagedDrafter(texts, p_wrong, ragged=True)
+            more = dict(drafter=drafter, speculate_k=3)
         engine = paged_engine(model, **options, **more, sampler=sampler)
         engine.add([POISON] * (engine.capacity - 2), greedy(2), id="NaN")
         paged_run(engine)
@@ -5096,7 +5094,7 @@ def test_engine_samples_equal_separate_runs():
     assert len({*map(tuple, want[0])}) == 3 and len({*map(tuple, want[4])}) == 1
     texts = [p + tokens for p, rows in zip(prompts, want, strict=True) for tokens in rows]
     bad = [prompts[0][:8] + [POISON], [POISON] * 11]
-    for p_wrong, swap in ((None, False), (None, True), (0, False), (0.3, True), (1, False)):
+    for p_wrong, swap in ((None, True), (0, False), (0.3, True)):
         more = {}
         if p_wrong is not None:
             more["drafter"] = PagedDrafter(texts, p_wrong, ragged=p_wrong > 0)
@@ -5108,7 +5106,7 @@ def test_engine_samples_equal_separate_runs():
             if p.ignore_eos and p.temperature:
                 paged_answers(model, prompt, p, output)
         stats = engine.stats()
-        assert stats["preemptions"] > 3 and (stats["accepted"] > 20) == (p_wrong in (0, 0.3))
+        assert stats["preemptions"] > 3 and (stats["accepted"] > 20) == (p_wrong is not None)
 
 
 # ---- the Engine: prefixes, order, limits, input ----
@@ -5216,20 +5214,16 @@ def test_engine_refuses_and_goes_on():
     assert [o.token_ids for o in live] == want and engine.generate([], greedy(3)) == []
 
 
-def test_engine_callers_lists_are_not_modified():
-    """A prompt's list is neither kept nor modified, may be passed twice, may be a tuple, and new
-    ids do not collide with those that callers chose, which may be used again."""
-    model, prompt = paged_model(), [5, 6, 7, 8, 9]
-    (want,) = paged_greedy(model, [prompt], [6])
-    engine = paged_engine(model, num_blocks=12)
+def test_engine_new_ids_are_unused_ones():
+    """An id that the Engine chooses is none that a caller chose, and ids may be used again. A
+    prompt may be a tuple, and is copied."""
+    engine, prompt = paged_engine(paged_model(), num_blocks=12), [5, 6, 7, 8, 9]
     for _ in range(2):
         ids = [engine.add(tuple(prompt), greedy(6), id=i) for i in range(4)]
         ids += [engine.add(prompt, greedy(6)) for _ in range(2)]
-        assert len({*ids}) == 6
         prompt.append(97)
-        done = paged_run(engine)
-        assert prompt.pop() == 97 and prompt == [5, 6, 7, 8, 9]
-        assert all(o.token_ids == want and [*o.prompt_ids] == prompt for o in done.values())
+        assert len({*ids}) == 6 and prompt.pop() == 97
+        assert [[*o.prompt_ids] for o in paged_run(engine).values()] == [prompt] * 6
 
 
 def test_engine_extreme_but_valid_params():
@@ -5237,21 +5231,15 @@ def test_engine_extreme_but_valid_params():
     model = paged_model()
     (want,) = paged_greedy(model, [[5, 6]], [6])
     engine = paged_engine(model, sampler=S.RowSampler(97, 64, "cpu"))
-    as_greedy = [
-        dict(temperature=1e-9, top_p=1e-12),
-        dict(top_p=1e-12),
-        dict(top_k=1),
-        dict(min_p=1),
+    rows = [  # the first five are greedy
+        *(dict(temperature=1e-9, top_p=1e-12), dict(top_p=1e-12), dict(top_k=1), dict(min_p=1)),
         dict(temperature=0, min_new_tokens=6, logprobs=97, logit_bias={5: 0, 6: -0.0}),
-    ]
-    others = [
         dict(temperature=1e9, min_p=0, logprobs=0, top_k=2**63 - 1, top_p=1, seed=2**63 - 1, n=3),
         dict(repetition_penalty=1e-9, presence_penalty=1e9, frequency_penalty=1e9),
         dict(repetition_penalty=1e9, presence_penalty=-1e9, frequency_penalty=-1e9),
         dict(logit_bias={3: 1e9, 4: -1e9, 7: -INF}),
     ]
-    same = dict(max_new_tokens=6, ignore_eos=True)
-    params = [P.SamplingParams(**same | more) for more in as_greedy + others]
+    params = [P.SamplingParams(max_new_tokens=6, ignore_eos=True, **row) for row in rows]
     outputs = engine.generate([[5, 6]] * 9, params)
     assert all(o.error is None and len(s.token_ids) == 6 for o in outputs for s in o.samples)
     assert [o.token_ids for o in outputs[:5]] == [want] * 5
@@ -5687,21 +5675,15 @@ def test_engine_absorbs_latent_attention(monkeypatch):
 
 @pytest.mark.parametrize("windows", [(None, 7, 7), (7, None, 5)], ids=["qwen2", "gemma"])
 def test_engine_mixed_windows_keep_constant_memory(windows):
-    """Some layers windowed: their bytes are those of the windows, in any pool and after any number
-    of tokens; the text is that of the whole cache."""
+    """Some layers windowed: their bytes are those of the windows, in a pool of any size."""
     model = random_model(tiny(windows=windows, family="sheaf"))
-    ids, nbytes = random_tokens(model.config, 1, 60), {}
+    slot = 2 * 2 * 16 * 4  # k and v, two heads of 16, fp32
+    slots = 2 * 4 * math.ceil((7 + 8 - 2) / 4 + 1) + 4  # two rings, and the block of padding
     for num_blocks in (50, 200):
         options = dict(max_num_batched_tokens=8, max_num_seqs=2, prefix_cache=False)
         engine = P.Engine(model, num_blocks=num_blocks, block_size=4, **options)
-        [output] = engine.generate([ids[0].tolist()], greedy(40))
-        assert output.token_ids == greedy_tokens(model, ids, 40)
-        nbytes[num_blocks] = [page.nbytes for page in engine.cache.pages]
-    slot = 2 * 2 * 16 * 4  # k and v, two heads of 16, fp32
-    slots = 2 * 4 * math.ceil((7 + 8 - 2) / 4 + 1) + 4  # two rings, and the block of padding
-    for layer, window in enumerate(windows):
-        want = [slots, slots] if window else [51 * 4, 201 * 4]
-        assert [sizes[layer] for sizes in nbytes.values()] == [n * slot for n in want]
+        want = [slots if window else (num_blocks + 1) * 4 for window in windows]
+        assert [page.nbytes for page in engine.cache.pages] == [n * slot for n in want]
 
 
 def test_engine_sliding_window_kv_moves_to_an_engine_with_a_prefix_cache():
@@ -6670,91 +6652,58 @@ def test_quantize_compiles_without_graph_breaks(scheme, backend):
 # ---- generate.py's flags ----
 
 
-def quantize_main(capsys, *argv) -> str:
-    """Run generate.py in this process; returns its stdout."""
-    code = G.main([*map(str, argv), "--device", "cpu"])
-    out, err = capsys.readouterr()
-    assert code == 0, err
-    return out
+def quantize_main(*argv) -> str:
+    """The stdout of generate.py, run in this process."""
+    done = run_generate(*argv, "--device", "cpu")
+    assert done.code == 0, done.err
+    return done.out
 
 
 @pytest.mark.parametrize(
     "argv, words",
     [
-        ("--quantize int5", "--quantize: .*" + ".*".join(map(re.escape, QUANTIZE_8_BITS[1:]))),
-        ("--quantize int4 --group-size 7", "--group-size: .*7"),
-        ("--quantize int8 --group-size 64", "--group-size"),
-        ("--quantize int4 --checkpoint MOE", "group_size 32 .* 72 .*8"),
-        ("--quantize int8 --set quantize_skip=nope", "--quantize-skip: .*nope"),
-        ("--quantize int8 --dummy CONFIG --set quantize_skip=nope", "--quantize-skip: .*nope"),
-        ("--quantize int4 --dummy CONFIG --group-size 7", "--group-size: .*7"),
-        ("--group-size 32", "--quantize"),
-        ("--set quantize_skip=head", "--quantize"),
-        ("--save OUT", "--quantize"),
         ("--save FILE --quantize int8", "--save .*FILE"),
         ("--save COPY --quantize int8", "--save .*COPY"),
         ("--save COPY --quantize int8 --checkpoint COPY", "--save .*COPY"),
-        ("--quantize int4 --calibrate gptq --set calibration_text=FILE", "fewer .*one sequence"),
-        ("--quantize int4 --calibrate gptq --set calibration_text=nowhere.txt", "nowhere.txt"),
-        ("--quantize int8 --calibrate smoothquant", "--calibrate .*int8-dynamic"),
-        ("--quantize fp8 --calibrate gptq", "--calibrate .*int8 to int2"),
-        ("--quantize int8 --calibrate tacq", "--calibrate .*int4 to int2"),
-        ("--quantize int8 --calibrate awq", "--calibrate .*int4 to int2"),
-        ("--quantize fp8 --calibrate awq", "--calibrate .*int4 to int2"),
-        ("--calibrate gptq", "--quantize"),
-        ("--set calibration_text=FILE", "--calibrate"),
-        ("--quantize int4 --calibrate equalize --set calibration_text=FILE", "--calibrate gptq"),
-        ("--set plot=x.png", "--quantize-report"),
-        ("--quantize-report --quantize int8", "--quantize"),
-        ("--quantize-report --group-size 7", "--group-size"),
-        ("--quantize-report --set plot=nowhere/x.png", "--plot .*nowhere"),
-        ("--quantize-report --set quantize_skip=nope", "--quantize-skip: .*nope"),
-        ("--checkpoint nowhere.gguf", "nowhere.gguf: No such file"),
-        ("--checkpoint FILE.gguf", "FILE.gguf: magic"),
         ("--save FILE.gguf", "--save .*FILE.gguf: exists"),
-        ("--save OUT.gguf --quantize int8", "--save .*: GGUF has q8_0 and q4_0"),
-        ("--save OUT.gguf --dummy small", "--dummy"),
+        ("--checkpoint FILE.gguf", "FILE.gguf: magic"),
     ],
 )
-def test_quantize_model_bad_flags_are_refused(argv, words, tmp_path, capsys):
+def test_quantize_model_saves_over_no_file(argv, words, tmp_path):
     """A user's mistake ends in exit code 2 and one line that names the flag; no file changes."""
     for name in ("FILE", "FILE.gguf"):
-        (tmp_path / name).write_text("def f():\n    return 1\n" * 3)
+        (tmp_path / name).write_text("not a checkpoint")
     shutil.copytree(DRAFT, tmp_path / "COPY")
     read = lambda: {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
-    before, places = read(), {"MOE": MOE, "CONFIG": MOE / "config.json"}
-    argv = re.sub("[A-Z]+", lambda m: str(places.get(m[0], tmp_path / m[0])), argv).split()
-    assert G.main([*argv, "--device", "cpu"]) == 2
-    line = capsys.readouterr().err.strip().splitlines()
-    assert len(line) == 1 and re.search(words, line[0]), line
+    before, argv = read(), re.sub("FILE|COPY", lambda m: str(tmp_path / m[0]), argv).split()
+    done = run_generate(*argv, "--device", "cpu")
+    assert done.code == 2 and done.err.count("\n") == 1 and re.search(words, done.err), done.err
     assert read() == before
 
 
 @quantize_cases(
     "name, scheme, more",
     [
-        ("small", "int4", "--group-size 8"),
         ("small", "int8", "--set quantize_skip=layers.0,o_proj"),
-        ("moe", "fp8-block", ""),
         ("draft", "int4", "--calibrate gptq"),
-        ("draft", "int8", "--calibrate equalize"),
         ("moe", "int8", "--calibrate bias"),
     ],
     [
-        ("small", "fp8", ""),
-        ("moe", "llm.int8", ""),
+        ("draft", "int4", "--group-size 8"),
+        ("moe", "fp8-block", ""),
+        ("draft", "int8", "--calibrate equalize"),
         ("draft", "int2", "--calibrate tacq"),
         ("draft", "int8-dynamic", "--calibrate smoothquant"),
     ],
 )
-def test_quantize_model_saved_and_loaded(name, scheme, more, tmp_path, capsys, monkeypatch):
+def test_quantize_model_saved_and_loaded(name, scheme, more, tmp_path, monkeypatch):
     """--save OUT, then --checkpoint OUT: the saved model's logits bit for bit. OUT is smaller and
     has the tokenizer; quantizing it, or saving into it, again is refused."""
     monkeypatch.setattr(W, "NUM_SEQUENCES", 2)
     folder, out, saved, save = REPO / "checkpoints" / name, tmp_path / "out", [], W.save
     monkeypatch.setattr(W, "save", lambda args, model: saved.append(model) or save(args, model))
     flags = "--checkpoint", folder, "--quantize", scheme, *more.split()
-    assert str(out) in quantize_main(capsys, *flags, "--save", out)
+    assert str(out) in quantize_main(*flags, "--save", out)
     opened, _ = LOAD.load(G.parse_args(["--checkpoint", str(out)]), torch.device("cpu"))
     tokens = random_tokens(opened.config, 1, 20)
     with torch.inference_mode():
@@ -6775,8 +6724,8 @@ def test_quantize_model_saved_and_loaded(name, scheme, more, tmp_path, capsys, m
     assert (out / "tokenizer.model").read_bytes() == (folder / "tokenizer.model").read_bytes()
     again = ("already", "--checkpoint", out, *flags[2:]), ("--save", *flags, "--save", out)
     for word, *argv in again:
-        assert G.main([*map(str, argv), "--device", "cpu"]) == 2
-        assert word in capsys.readouterr().err
+        done = run_generate(*argv, "--device", "cpu")
+        assert done.code == 2 and word in done.err
 
 
 # --------------------------------------------------------------------------------------------------
@@ -7121,7 +7070,7 @@ def test_quantize_model_tacq_beats_random_and_magnitude(quantize_calibration, mo
     assert losses["tacq"] < min(losses["magnitude"], losses["random"]), losses
 
 
-@pytest.mark.parametrize("folder", [SMALL, MOE], ids=["llama", "deepseek"])
+@pytest.mark.parametrize("folder", [DRAFT, MOE], ids=["llama", "deepseek"])
 @pytest.mark.parametrize("method", one_in(2, ["awq", "smoothquant"]))
 def test_quantize_model_folds_keep_the_models_output(folder, method, quantize_calibration):
     """AWQ's and SmoothQuant's folds change most norms, and the logits by at most 1e-5 of them."""
@@ -7231,13 +7180,13 @@ def test_quantize_model_report(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(W, "BATCH_SIZES", (1, 2))
     flags = "--checkpoint", DRAFT, "--dtype", "bf16", "--json", "--choices"
     task = write_lines(tmp_path / "task", (q._asdict() for q in python_task()[:12]))
-    shown = quantize_main(capsys, *flags, task, "--quantize-report")
+    shown = quantize_main(*flags, task, "--quantize-report")
     rows = {r["scheme"]: r for r in json.loads(shown)}
     base, int8, int4, gptq = rows.values()
     assert list(rows) == names and (base["kl"], base["agreement"], base["slower"]) == (0, 1, [])
     assert base["megabytes"] > int8["megabytes"] > int4["megabytes"]
     assert int4["kl"] > gptq["kl"] > int8["kl"] > 0
-    found = json.loads(quantize_main(capsys, *flags, task, "--quantize", "int4"))
+    found = json.loads(quantize_main(*flags, task, "--quantize", "int4"))
     assert int4["accuracy"] == [found["acc"], found["acc_norm"]]
     for row in rows.values():
         delta = [a - b for a, b in zip(row["accuracy"], base["accuracy"], strict=True)]
@@ -19025,8 +18974,13 @@ def test_sparse_folding_the_permutation_keeps_the_output():
 # ---- the kernel ----
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("n, m", [(1, 4), (2, 4), (2, 8), (4, 32), (3, 8), (2, 3)])
+@pytest.mark.parametrize(
+    "n, m, dtype",
+    [
+        *((n, m, torch.float32) for n, m in ((1, 4), (2, 4), (2, 8), (4, 32), (3, 8), (2, 3))),
+        *((3, 8, dtype) for dtype in (torch.float16, torch.bfloat16, torch.float64)),
+    ],
+)
 def test_sparse_gather_gemv(n, m, dtype, monkeypatch):
     """gather_gemv and its reference == the masked dense matmul, for x of any shape and strides, K
     of more than one tile; inputs of pruned weights are not read."""
@@ -19308,7 +19262,7 @@ GEMM_CALLS += [(1, 1, 256, None, 2)]  # the first row of the tile is also its la
 
 
 @pytest.mark.parametrize(
-    "M, N, K, group, n_splits", one_in(2, [pytest.param(*call) for call in GEMM_CALLS])
+    "M, N, K, group, n_splits", one_in(3, [pytest.param(*call) for call in GEMM_CALLS])
 )
 def test_gemm_weight_only(M, N, K, group, n_splits, one_sm):
     """The kernels for one row of x and for many, with any split of K, and the plain-torch reference
@@ -19486,7 +19440,7 @@ def test_gemm_block_scaled_matmul(dtype):
     """block_scaled_matmul == quantize.py's fp8_matmul: with gradients in e5m2, with scales of 1 x
     128 on both sides, in an fp8-block layer, and in a layer that is trained, compiled or not."""
     matmul = partial(X.block_scaled_matmul, fallback=None)
-    x, w = gemm_normal(150, 300), gemm_normal(140, 300)
+    x, w = gemm_normal(33, 300), gemm_normal(140, 300)
     for granularity in ("128x128", "1x128"):
         a, b = Q.to_fp8(x, "1x128", dtype), Q.to_fp8(w, granularity)
         close(matmul(a, b), Q.fp8_matmul(a, b), 1e-5)
@@ -19650,12 +19604,12 @@ def gguf_opened(path: Path, *flags: str) -> tuple[M.Transformer, K.Tokenizer]:
 
 @needs_gguf
 @pytest.mark.parametrize("scheme, gap", [("bf16", 0.02), ("q8_0", 0.1), ("q4_0", 0.1)])
-def test_gguf_llama_cpp_generates_the_same(scheme, gap, tmp_path, capsys):
+def test_gguf_llama_cpp_generates_the_same(scheme, gap, tmp_path):
     """The shipped model, written as GGUF: the ids of llama.cpp for every prompt, and its greedy
     tokens but for ties. Read again, the text is that of the folder with the same --quantize."""
     path = tmp_path / "small.gguf"
     flags = [] if scheme == "bf16" else ["--quantize", scheme]
-    quantize_main(capsys, *flags, "--save", path)
+    quantize_main(*flags, "--save", path)
     tensors = GGUF.Header(path).tensors.items()
     assert {tensor.type for name, tensor in tensors if "norm" in name} == {"F32"}
     model, tokenizer = gguf_opened(path, "--dtype", "fp32")
@@ -19668,7 +19622,7 @@ def test_gguf_llama_cpp_generates_the_same(scheme, gap, tmp_path, capsys):
         assert lost.max() < gap and (lost == 0).float().mean() > 0.9, lost.max()
     ask = GOLDEN_PROMPT, "--max-new-tokens", 24, "--temperature", 0, "--json"
     sources = (*flags, "--checkpoint", SMALL), ("--checkpoint", path)
-    texts = [json.loads(quantize_main(capsys, *source, *ask))["text"] for source in sources]
+    texts = [json.loads(quantize_main(*source, *ask))["text"] for source in sources]
     assert texts[0] == texts[1]
     packed = quantize_kinds(gguf_opened(path)[0], Q.QuantizedLinear)
     assert len(packed) == (0 if scheme == "bf16" else 42)
@@ -19986,19 +19940,14 @@ def test_gguf_quantized_experts_stay_quantized(scheme, tmp_path):
     assert bitwise_equal(quantize_raw(again), quantize_raw(model))
 
 
-def gguf_header(path: Path) -> int:
-    """Bytes before the first tensor."""
-    return min(tensor.offset for tensor in GGUF.Header(path).tensors.values())
-
-
 @needs_gguf
-def test_gguf_damaged_files_are_refused(tmp_path, capsys):
+def test_gguf_damaged_files_are_refused(tmp_path):
     """Cut anywhere, or with changed counts, lengths, types, shapes or offsets: one ValueError that
     names the file. A changed value gives another model, or the error; never another exception."""
     path, bad = tmp_path / "whole.gguf", tmp_path / "bad.gguf"
     gguf_mixed(path)
     data, rng = path.read_bytes(), random.Random(0)
-    end = gguf_header(path)
+    end = min(tensor.offset for tensor in GGUF.Header(path).tensors.values())
 
     def refused(changed: bytes) -> bool:
         bad.write_bytes(changed)
@@ -20085,7 +20034,7 @@ def test_gguf_metadata_of_converters(tmp_path):
 
 
 @needs_gguf
-def test_gguf_unknown_metadata_is_refused(tmp_path, monkeypatch, capsys):
+def test_gguf_unknown_metadata_is_refused(tmp_path, monkeypatch):
     """generate.py: exit code 2 and one line with the file and the field."""
     path, init = tmp_path / "file.gguf", GGUF.Header.__init__
     gguf_mixed(path)
@@ -20098,9 +20047,9 @@ def test_gguf_unknown_metadata_is_refused(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(GGUF.Header, "__init__", changed)
     for key, value, words in GGUF_CHANGES:
-        assert G.main(["--checkpoint", str(path), "x"]) == 2
-        line = capsys.readouterr().err.strip().splitlines()
-        assert len(line) == 1 and str(path) in line[0] and words in line[0], (key, line)
+        done = run_generate("--checkpoint", path, "x")
+        assert done.code == 2 and done.err.count("\n") == 1, (key, done.err)
+        assert str(path) in done.err and words in done.err, (key, done.err)
 
 
 def test_gguf_package_is_optional(monkeypatch, capsys):
@@ -32542,6 +32491,34 @@ x --offload=                                | --offload cpu folder
 x --reference README.md                     | --reference requires --speculate ngram
 x --speculate ngram --reference /nowhere    | --reference /nowhere
 x --set ffn_2d=true                         | --set ffn_2d requires --tp
+--quantize int5                             | --quantize int8-dynamic llm.int8 fp8 fp8-block
+--quantize int4 --group-size 7              | --group-size 7
+--quantize int8 --group-size 64             | --group-size
+--quantize int4 --checkpoint {MOE}          | group_size 32 72 columns (8)
+--quantize int8 --set quantize_skip=nope    | --quantize-skip: nope
+--quantize int8 --dummy {MOE}/config.json --set quantize_skip=nope | --quantize-skip: nope
+--quantize int4 --dummy {MOE}/config.json --group-size 7 | --group-size 7
+--group-size 32                             | --group-size requires --quantize
+--set quantize_skip=head                    | quantize_skip requires --quantize
+--save out                                  | --save --quantize
+--save out.gguf --quantize int8             | --save GGUF q8_0 q4_0
+--save out.gguf --dummy small               | --save --dummy
+--checkpoint nowhere.gguf                   | nowhere.gguf: No such file
+--calibrate gptq                            | --calibrate requires --quantize
+--quantize int8 --calibrate smoothquant     | --calibrate int8-dynamic
+--quantize int8 --calibrate tacq            | --calibrate int4 to int2
+--quantize int8 --calibrate awq             | --calibrate int4 to int2
+--quantize fp8 --calibrate awq              | --calibrate int4 to int2
+--quantize fp8 --calibrate gptq             | --calibrate int8 to int2
+--quantize int4 --calibrate gptq --set calibration_text=pytest.ini | fewer one sequence
+--quantize int4 --calibrate gptq --set calibration_text=nowhere.txt | nowhere.txt
+--quantize int4 --calibrate equalize --set calibration_text=pytest.ini | --calibrate gptq
+--set calibration_text=pytest.ini           | calibration_text requires --calibrate
+--set plot=x.png                            | plot requires --quantize-report
+--quantize-report --quantize int8           | --quantize-report --quantize
+--quantize-report --group-size 7            | --group-size 7
+--quantize-report --set plot=nowhere/x.png  | plot nowhere
+--quantize-report --set quantize_skip=nope  | --quantize-skip: nope
 --bench-serving --policy nobody               | --policy nobody fcfs longest-prefix fair
 --bench-serving --policy longest-prefix --set prefix_cache=false | --policy prefix_cache=false
 --batch f --reorder --set prefix_cache=false | --reorder prefix_cache=false
@@ -38011,7 +37988,7 @@ def test_train_scale_from_pretraining_to_serving(train_runs, tmp_path, capsys):
     serve = "--chat --max-new-tokens 4 --temperature 0 --quantize int8 --speculate ngram"
     serve = ["--checkpoint", tmp_path / "rl", *serve.split()]
     capsys.readouterr()
-    right = sum(quantize_main(capsys, q, *serve).strip() == a for q, a in ASKED[::6])
+    right = sum(quantize_main(q, *serve).strip() == a for q, a in ASKED[::6])
     assert right >= 2 and time.perf_counter() - began < 120, right
 
 
