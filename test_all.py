@@ -4314,16 +4314,12 @@ class PagedSimulator:
 
     def longest_match(self, tokens) -> int:
         """Blocks of the longest prefix of tokens that is cached, among all that are."""
-        entries = {own: (parent, part) for parent, part, own in self.allocator.entries.values()}
-        prefixes = []
-        for node in entries:
-            prefix = ()
-            while node:
-                node, part = entries[node]
-                prefix = part + prefix
-            prefixes.append(prefix)
-        assert len(prefixes) == len(set(prefixes)), "two blocks hold one prefix"
-        return max((len(p) for p in prefixes if p == (*tokens,)[: len(p)]), default=0) // self.bs
+        prefixes = {0: ()}
+        for parent, part, own in self.allocator.entries.values():  # parents come first
+            prefixes[own] = prefixes[parent] + part
+        assert len({*prefixes.values()}) == len(prefixes), "two blocks hold one prefix"
+        found = (p for p in prefixes.values() if p == (*tokens,)[: len(p)])
+        return max(map(len, found)) // self.bs
 
     def plan(self) -> P.Plan:
         s, refs = self.scheduler, self.allocator.refs
@@ -4376,9 +4372,7 @@ class PagedSimulator:
         call does. Returns the drafts, whose slots are written too."""
         for seq, table, _, n in plan.swap_out:
             at = [(table[p // self.bs], p % self.bs) for p in range(n)]
-            seq.swapped_kv = SimpleNamespace(
-                n=n, first=0, kv=[self.slots.get(slot) for slot in at]
-            )
+            seq.swapped_kv = SimpleNamespace(n=n, first=0, kv=[self.slots.get(slot) for slot in at])
         copies = [(*pair, x) for pair in plan.copies.items() for x in range(self.bs)]
         self.slots |= {(to, x): self.slots.get((source, x)) for to, source, x in copies}
         for seq, first in plan.swap_in:
@@ -6390,8 +6384,6 @@ QUANTIZE_FAILS = [  # the last layer cannot be quantized: spoil(model), argument
     (lambda m: m.head.weight[3].fill_(math.nan), dict(scheme="int8"), "head: .*NaN"),
     (lambda m: m.layers[2].mlp.w_down[-1, 2].fill_(INF), dict(scheme="int8"), "w_down: .*inf"),
     (id, dict(scheme="int4", group_size=32), "group_size 32 .* 24 .*8"),
-    (id, dict(scheme="int9"), "scheme 'int9'"),
-    (id, dict(scheme="int8", skip=("head", "no_such")), "skip: .*'no_such'"),
     (lambda m: Q.quantize_(m, "int8"), dict(scheme="int4"), "already quantized"),
     (id, dict(scheme="int8", skip=("layers", "mtp", "head")), "skip"),
 ]
@@ -18485,8 +18477,7 @@ def gptq_by_least_squares(W, H, spec, act_order=False, damp=0.01, keep=None):
     "spec, kind, options",
     [
         (C.MinMaxSpec(3, 32), "correlated", dict(block_size=1)),
-        (C.MinMaxSpec(2, 64), "correlated", dict(block_size=32)),  # less than a group
-        (C.MinMaxSpec(2, 64), "correlated", dict(block_size=40)),
+        (C.MinMaxSpec(2, 64), "correlated", dict(block_size=40)),  # less than a group
         (C.MinMaxSpec(3, 32), "correlated", dict(block_size=40)),  # part of a group
         (C.MinMaxSpec(3, 32), "correlated", dict(block_size=128)),  # 192 is no multiple
         (C.MinMaxSpec(2, 32), "white", dict(block_size=1000)),
@@ -19842,9 +19833,7 @@ def test_gguf_formats_by_layer(tmp_path):
     }  # fmt: skip
     names = {f"attn_{x}": f"attention.{x}_proj" for x in "qkv"}
     names |= {f"ffn_{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")}
-    names |= dict(
-        attn_output="attention.o_proj", attn_norm="attention_norm", ffn_norm="mlp_norm"
-    )
+    names |= dict(attn_output="attention.o_proj", attn_norm="attention_norm", ffn_norm="mlp_norm")
     top = dict(token_embd="embed", output_norm="norm", output="head")
     for name, tensor in want.items():
         stem, layer = name.split(".")[-2], name.split(".")[1]
