@@ -4710,7 +4710,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.model.calls, self.model.hook = [], lambda: self.hook("model")
         self.promises, self.log, self.drafts = {}, [], r.random() < 0.5
         self.bombs, self.thrown, self.meddling, self.stepping = {}, None, None, False
-        self.forgets, more = self.events["forget"], {}
+        self.was_nan, self.forgets, more = False, self.events["forget"], {}
         if self.drafts:
             texts, p_wrong = paged_texts(self.pool, self.want), r.choice((0.2, 0, 0.6))
             drafter = PagedDrafter(texts, p_wrong, ragged=True, seed=seed)
@@ -4880,11 +4880,11 @@ class EngineMachine(RuleBasedStateMachine):
         self.meddling = self.r.choice(ENGINE_ACTIONS)
         self.run(1 + steps)
 
-    @precondition(lambda self: self.engine.outputs)
+    @precondition(lambda self: self.engine.outputs and not self.was_nan)
     @rule()
     def nan(self):
         """One model call returns NaN: its requests may end with an error, later ones do not."""
-        self.bombs, self.meddling = {}, None
+        self.bombs, self.meddling, self.was_nan = {}, None, True
         for promise in self.promises.values():
             promise.ends.add("error")
         weight = self.model.embed.weight.data
@@ -18973,10 +18973,10 @@ def test_sparse_semi_structured():
 def test_sparse_sparsify_equals_masked_dense_weights():
     """sparsify_ replaces every plain, untied Linear by one that equals the masked dense weight, by
     magnitude or by a given importance of each name."""
-    names = [n for n in quantize_kinds(sparse_model(), nn.Linear) if n != "head"]
+    names = [n for n in quantize_kinds(sparse_model(), nn.Linear) if n.startswith("layers.0.")]
     for importance in (None, lambda name, w: asked.append(name) or w.abs().flip(1)):
         asked, dense = [], sparse_model()
-        sparse = Z.sparsify_(sparse_model(), 2, 8, importance=importance)
+        sparse = Z.sparsify_(sparse_model(), 2, 8, skip=("layers.1",), importance=importance)
         assert [*quantize_kinds(sparse, Z.SparseLinear)] == names
         assert asked == (names if importance else [])
         for name in names:
@@ -19380,7 +19380,7 @@ def test_gemm_block_scaled_matmul(dtype):
     """block_scaled_matmul == quantize.py's fp8_matmul: with gradients in e5m2, with scales of 1 x
     128 on both sides, in an fp8-block layer, and in a layer that is trained, compiled or not."""
     matmul = partial(X.block_scaled_matmul, fallback=None)
-    x, w = gemm_normal(33, 300), gemm_normal(140, 300)
+    x, w = gemm_normal(129, 300), gemm_normal(140, 300)
     for granularity in ("128x128", "1x128"):
         a, b = Q.to_fp8(x, "1x128", dtype), Q.to_fp8(w, granularity)
         close(matmul(a, b), Q.fp8_matmul(a, b), 1e-5)
