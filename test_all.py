@@ -4937,7 +4937,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.model.hook = lambda: None
 
 
-@pytest.mark.parametrize("max_examples", [4, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("max_examples", [4, pytest.param(60, marks=pytest.mark.slow)])
 def test_engine_keeps_its_promises(max_examples):
     """Whatever is added, aborted, forked, interrupted, fails or is NaN, with drafts or none: every
     token is greedy decoding's, delivered once, no request affects another, all end, and no block
@@ -4953,7 +4953,7 @@ def test_engine_keeps_its_promises(max_examples):
     wanted = {*ENGINE_HOOKS, *DRAFT_HOOKS, *ENGINE_ACTIONS, "aborted"}
     wanted |= {"preemptions", "accepted", "hit_rate", "eos"}
     missing = {event for event in wanted if not EngineMachine.events[event]}
-    assert not missing or max_examples < 150, missing
+    assert not missing or max_examples < 60, missing
 
 
 # ---- the Engine: tables of options, samplers and ends ----
@@ -5187,11 +5187,12 @@ def test_engine_new_ids_are_unused_ones():
     prompt may be a tuple, and is copied."""
     engine, prompt = paged_engine(paged_model(), num_blocks=12), [5, 6, 7, 8, 9]
     for _ in range(2):
-        ids = [engine.add(tuple(prompt), greedy(6), id=i) for i in range(4)]
+        ids = [engine.add(tuple(prompt), greedy(6), id=i) for i in range(3, 7)]
         ids += [engine.add(prompt, greedy(6)) for _ in range(2)]
         prompt.append(97)
-        assert len({*ids}) == 6 and prompt.pop() == 97
-        assert [[*o.prompt_ids] for o in paged_run(engine).values()] == [prompt] * 6
+        done = paged_run(engine)
+        assert prompt.pop() == 97 and len({*ids}) == 6
+        assert all([*o.prompt_ids] == prompt == [5, 6, 7, 8, 9] for o in done.values())
 
 
 def test_engine_extreme_but_valid_params():
