@@ -98,7 +98,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from hypothesis import given, strategies
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -3310,31 +3309,22 @@ def paged_prompt(length: int, seed: int, low: int = 3, high: int = 90) -> list[i
 # ---- paged_attention against its definition ----
 
 
-def paged_definition(q, k, v, table, cu, lengths, **flags):
-    """The definition in float64, one query at a time: o (N, Hq, Dv), lse (N, Hq)."""
-    names = "scale window softcap alibi_slopes sinks k_scale v_scale latent_dim".split()
-    f = SimpleNamespace(**dict.fromkeys(names) | flags)
+def paged_definition(
+    q, k, v, table, cu, lengths, k_scale=None, v_scale=None, latent_dim=None, **flags
+) -> tuple[torch.Tensor, ...]:
+    """attention.py's reference in float64 on the gathered keys and values of one sequence at a
+    time: o (N, Hq, Dv), lse (N, Hq)."""
     dequantized = lambda x, scale: x.double() if scale is None else x.double() * scale[..., None]
-    k = dequantized(k, f.k_scale)
-    v = k[..., : f.latent_dim] if v is None else dequantized(v, f.v_scale)
-    group, scale = q.shape[1] // k.shape[2], q.shape[2] ** -0.5 if f.scale is None else f.scale
-    o = torch.zeros(*q.shape[:2], v.shape[3], dtype=torch.float64)
-    lse = torch.full(q.shape[:2], -INF, dtype=torch.float64)
-    for blocks, begin, end, length in zip(table, cu[:-1], cu[1:], lengths, strict=True):
+    k = dequantized(k, k_scale)
+    v = k[..., :latent_dim] if v is None else dequantized(v, v_scale)
+    attend, found = partial(A.attention_reference, return_lse=True, **to_float64(flags)), []
+    queries = q.double().split(cu.diff().tolist())
+    for blocks, rows, length in zip(table, queries, lengths, strict=True):
         at = torch.arange(length)
         slots = blocks[at // k.shape[1]].long(), at % k.shape[1]
-        keys, values = (x[slots].repeat_interleave(group, 1) for x in (k, v))
-        for n in range(begin, end):
-            i = int(length - end) + n
-            seen = slice(0 if f.window is None else max(0, i - f.window + 1), i + 1)
-            s = torch.einsum("hd,shd->hs", q[n].double(), keys[seen]) * scale
-            if f.softcap is not None:
-                s = f.softcap * torch.tanh(s / f.softcap)
-            if f.alibi_slopes is not None:
-                s = s - f.alibi_slopes[:, None].double() * (i - at[seen])
-            every = s if f.sinks is None else torch.cat((s, f.sinks[:, None].double()), 1)
-            lse[n] = every.logsumexp(1)
-            o[n] = torch.einsum("hs,shd->hd", (s - lse[n][:, None]).exp(), values[seen])
+        o, lse = attend(rows[None], k[slots][None], v[slots][None])
+        found.append((o[0], lse[0].T))
+    o, lse = map(torch.cat, zip(*found, strict=True))
     return o, lse
 
 
@@ -3544,7 +3534,8 @@ def paged_spoil(cache, blocks) -> None:
 @pytest.mark.parametrize(
     "name, kind, bs",
     [
-        *product(PAGED_CONFIGS, [None], (1, 3, 16)),
+        *(("gqa", None, 1), ("alibi+window", None, 16)),
+        *product(PAGED_CONFIGS, [None], [3]),
         *product(PAGED_CONFIGS, ("bf16", "int8", "fp8"), [4]),
     ],
 )
@@ -3626,130 +3617,26 @@ def test_paged_cached_blocks_are_not_written_again():
 # ---- BlockAllocator ----
 
 
-class PagedBlocks(RuleBasedStateMachine):
-    """BlockAllocator beside a ledger: each sequence's blocks, the whole prefix that each cached
-    block ends, and the unused ones among these in order of release."""
-
-    prompts = strategies.lists(strategies.integers(0, 1), min_size=1, max_size=12)
-    some = strategies.integers(0, 99)
-
-    @initialize(num_blocks=strategies.integers(1, 12), block_size=strategies.integers(1, 3))
-    def start(self, num_blocks, block_size):
-        self.real, self.n = P.BlockAllocator(num_blocks, block_size), num_blocks
-        self.tables, self.prefixes, self.unused = [], {}, []
-        self.adapters = [
-            AD.Adapter(name, 1, 1.0, [torch.zeros(n, 1, 1)], None, self, root)
-            for name, n, root in (("a", 2, -1), ("b", 5, -2))
-        ]
-
-    def allocate(self) -> int:
-        """Blocks that hold nothing come first, then the cached one that was released first."""
-        used = {block for table in self.tables for block in table}
-        block = self.real.allocate()
-        if len(used) + len(self.unused) == self.n:
-            assert block == self.unused.pop(0)
-            del self.prefixes[block]
-        assert 0 <= block < self.n and block not in used and block not in self.prefixes
-        return block
-
-    def share(self, block: int) -> int:
-        self.unused = [other for other in self.unused if other != block]
-        return self.real.share(block)
-
-    @rule(tokens=prompts, register=strategies.booleans())
-    def admit(self, tokens, register):
-        """Share the blocks of a prompt that are cached, allocate the rest, and cache the full."""
-        table, node, size = [], 0, self.real.block_size
-        self.tables.append(table)
-        for at in range(0, len(tokens), size):
-            part, prefix = tuple(tokens[at : at + size]), tuple(tokens[: at + size])
-            cached = {p: block for block, p in self.prefixes.items()}
-            if node is not None:
-                assert self.real.find(node, part) == cached.get(prefix)
-            if node is not None and prefix in cached:
-                table.append(self.share(cached[prefix]))
-                node = self.real.node(table[-1])
-            elif self.real.n_free:
-                block = self.allocate()
-                if node is not None and len(part) == size and register:
-                    node, self.prefixes[block] = self.real.register(block, node, part), prefix
-                else:
-                    node = None
-                table.append(block)
-            else:
-                return
-
-    @property
-    def entries(self):
-        return self.real.entries
-
-    def register(self, block: int, parent: int, key: tuple[str, int]) -> int:
-        """Called by an adapter for its next block."""
-        self.tables[-1].append(block)
-        self.prefixes[block] = tuple((key[0], i) for i in range(key[1] + 1))
-        return self.real.register(block, parent, key)
-
-    @rule(which=strategies.integers(0, 1))
-    def use_adapter(self, which):
-        """Share the blocks of an adapter that are there, and allocate the missing ones."""
-        adapter = self.adapters[which]
-        there = [b for b, prefix in self.prefixes.items() if prefix[0] == (adapter.name, 0)]
-        assert sorted(adapter.resident()) == sorted(there)
-        unused = sum(self.real.refs[block] == 0 for block in there)
-        if self.real.n_free - unused >= adapter.num_missing:
-            self.tables.append([])
-            self.tables[-1] += adapter.share()
-            adapter.allocate()
-            assert self.tables[-1] == adapter.resident()
-
-    @precondition(lambda self: self.tables)
-    @rule(which=some)
-    def release(self, which):
-        table = self.tables.pop(which % len(self.tables))
-        self.real.release(table)
-        used = {block for other in self.tables for block in other}
-        self.unused += [b for b in table[::-1] if b in self.prefixes and b not in used]
-
-    @precondition(lambda self: self.tables)
-    @rule(which=some)
-    def fork(self, which):
-        self.tables.append([*map(self.share, self.tables[which % len(self.tables)])])
-
-    @precondition(lambda self: self.tables)
-    @rule(which=some, at=some)
-    def uncache(self, which, at):
-        """Blocks and all that continue their prefix are not found any more."""
-        table = self.tables[which % len(self.tables)]
-        dropped = table[at % (len(table) + 1) :]
-        self.real.uncache(dropped)
-        roots = [self.prefixes[block] for block in dropped if block in self.prefixes]
-        for block, prefix in [*self.prefixes.items()]:
-            if any(prefix[: len(root)] == root for root in roots):
-                del self.prefixes[block]
-        self.unused = [block for block in self.unused if block in self.prefixes]
-
-    @invariant()
-    def blocks_add_up(self):
-        if hasattr(self, "real"):
-            refs = Counter(block for table in self.tables for block in table)
-            assert self.real.refs == [refs[block] for block in range(self.n)]
-            assert self.real.n_free == self.n - len(refs)
-            check_blocks(self.real, self.tables)
-
-    def teardown(self):
-        for table in getattr(self, "tables", []):
-            self.real.release(table)
-        if hasattr(self, "real"):
-            assert sorted(self.real.allocate() for _ in range(self.n)) == [*range(self.n)]
-            with pytest.raises(AssertionError):
-                self.real.allocate()
-
-
-def test_paged_allocator_equals_its_ledger():
-    """After any calls, refcounts are the tables that use a block, exactly the cached prefixes are
-    found, blocks are evicted in LRU order, children before their parents, and nothing leaks."""
-    settings = hypothesis.settings(max_examples=150, stateful_step_count=40)
-    hypothesis.stateful.run_state_machine_as_test(PagedBlocks, settings=settings)
+def test_paged_allocator_evicts_the_least_recently_used_leaf_first():
+    """Blocks that hold nothing come first, then the cached ones in the order of their release, of a
+    sequence the last block first; an evicted one is not found any more."""
+    allocator, tables, nodes = P.BlockAllocator(8, 1), {}, {}
+    for text in ("ab", "cd", "e"):
+        tables[text], nodes[text] = [], [0]
+        for letter in text:
+            tables[text].append(allocator.allocate())
+            nodes[text].append(allocator.register(tables[text][-1], nodes[text][-1], (letter,)))
+    for text in ("cd", "ab", "e"):
+        allocator.release(tables[text])
+    allocator.release([allocator.share(tables["cd"][0])])  # used again
+    (a, b), (c, d), (e,) = tables.values()
+    for block in (None, None, None, d, b, a, e, c):
+        check_blocks(allocator, [[x] for x, n in enumerate(allocator.refs) if n])
+        assert (allocator.allocate() == block) == (block is not None)
+        assert (allocator.find(nodes["ab"][1], ("b",)) is None) == (block in (b, a, e, c))
+        assert (allocator.find(0, ("c",)) is None) == (block == c)
+    with pytest.raises(AssertionError):
+        allocator.allocate()
 
 
 def test_paged_eviction_of_long_chains_is_iterative():
@@ -3800,16 +3687,12 @@ class PagedSimulator:
 
     def longest_match(self, tokens) -> int:
         """Blocks of the longest prefix of tokens that is cached, among all that are."""
-        entries = {own: (parent, part) for parent, part, own in self.allocator.entries.values()}
-        prefixes = []
-        for node in entries:
-            prefix = ()
-            while node:
-                node, part = entries[node]
-                prefix = part + prefix
-            prefixes.append(prefix)
-        assert len(prefixes) == len(set(prefixes)), "two blocks hold one prefix"
-        return max((len(p) for p in prefixes if p == (*tokens,)[: len(p)]), default=0) // self.bs
+        prefixes = {0: ()}
+        for parent, part, own in self.allocator.entries.values():  # parents come first
+            prefixes[own] = prefixes[parent] + part
+        assert len({*prefixes.values()}) == len(prefixes), "two blocks hold one prefix"
+        found = (p for p in prefixes.values() if p == (*tokens,)[: len(p)])
+        return max(map(len, found)) // self.bs
 
     def plan(self) -> P.Plan:
         s, refs = self.scheduler, self.allocator.refs
@@ -3862,9 +3745,7 @@ class PagedSimulator:
         call does. Returns the drafts, whose slots are written too."""
         for seq, table, _, n in plan.swap_out:
             at = [(table[p // self.bs], p % self.bs) for p in range(n)]
-            seq.swapped_kv = SimpleNamespace(
-                n=n, first=0, kv=[self.slots.get(slot) for slot in at]
-            )
+            seq.swapped_kv = SimpleNamespace(n=n, first=0, kv=[self.slots.get(slot) for slot in at])
         copies = [(*pair, x) for pair in plan.copies.items() for x in range(self.bs)]
         self.slots |= {(to, x): self.slots.get((source, x)) for to, source, x in copies}
         for seq, first in plan.swap_in:
@@ -3940,11 +3821,9 @@ class PagedSimulator:
 
 PAGED_WORLDS = [  # blocks, block size, budget, sequences, prefix cache
     (12, 1, 1, 3, True),
-    (12, 1, 4, 3, True),
     (8, 3, 7, 64, True),
     (8, 3, 5, 64, False),
     (6, 4, 64, 8, True),
-    (24, 1, 7, 64, True),
     (3, 16, 16, 1, True),
     (40, 2, 13, 6, True),
     (400, 4, 32, 16, True),
@@ -3957,7 +3836,7 @@ def test_paged_scheduler_keeps_its_promises(world):
     is computed from exactly the tokens before it, budgets and order hold, decoding sequences run in
     every step, the most urgent one is never preempted or starved, all end, nothing leaks."""
     drafts = preempted = 0
-    for seed in range(8):
+    for seed in range(5):
         more = dict(kv_swap=seed % 2 == 1, max_drafts=seed % 4 // 2 * 4)
         if seed == 4:
             more["policy"] = lambda seq: seq.n_prompt
@@ -4178,11 +4057,10 @@ EOS = 13
 @cache
 def engine_pool(name: str) -> tuple[M.Transformer, list[list[int]], list[list[int]]]:
     """A model, prompts, some of them prefixes of others, and their greedy tokens, half of them with
-    EOS; then prompts with a token whose embedding is NaN."""
-    model, pool = paged_model(name, poison=True), paged_requests(12, seed=11)[0]
+    EOS."""
+    model, pool = paged_model(name), paged_requests(12, seed=11)[0]
     pool += [p[:4] for p in pool[:4]] + [p[:8] for p in pool[:4]]
-    want = paged_greedy(model, pool, [20] * len(pool))
-    return model, pool + [[POISON] + pool[0], [POISON] * 9, [5, POISON] + pool[1]], want
+    return model, pool, paged_greedy(model, pool, [20] * len(pool))
 
 
 ENGINE_HOOKS = "read write fork callback copy push policy clock sampler model".split()
@@ -4190,70 +4068,42 @@ DRAFT_HOOKS = "propose_batch forget observe choose feedback verifier".split()
 ENGINE_ACTIONS = "stop abort add raise refuse".split()
 
 
-class EngineMachine(RuleBasedStateMachine):
-    """Two Engines of one model, and every event that may hit them. promises: for each request its
-    tokens, how it ends or may end, and its engine. bombs: name of a call -> how many calls before
-    it raises, and what."""
+class EngineMachine:
+    """An Engine, and every event that may hit it. promises: for each request its tokens, and how it
+    ends or may end. bombs: name of a call -> how many calls before it raises, and what."""
 
     events = Counter()
-    which, steps = strategies.sampled_from(range(20)), strategies.sampled_from((3, 1, 2, 6, 0))
-    requests = strategies.tuples(  # prompt, new tokens, samples, priority, ignore_eos
-        which,
-        strategies.sampled_from((20, 9, 5, 2, 1)),
-        strategies.sampled_from((1, 1, 2, 3)),
-        strategies.sampled_from((0, 0, 0, -1, 2)),
-        strategies.booleans(),
-    )
 
-    @initialize(
-        drafts=strategies.booleans(),
-        bs=strategies.sampled_from((4, 3, 1, 16, 2)),
-        budget=strategies.sampled_from((16, 9, 64, 5, 3, 2)),
-        slots=strategies.sampled_from((36, 34, 40, 50)),
-        rows=strategies.sampled_from((4, 8, 3, 2, 1)),
-        p_wrong=strategies.sampled_from((0.2, 0, 0.6)),
-        swap=strategies.sampled_from((True, False)),
-        prefix=strategies.sampled_from((True, True, True, False)),
-        takes_nan=strategies.sampled_from((False, False, True)),
-        first=strategies.lists(requests, min_size=5, max_size=8),
-    )
-    def start(self, drafts, bs, budget, slots, rows, p_wrong, swap, prefix, takes_nan, first):
+    def __init__(self, seed: int):
+        r = self.r = random.Random(seed)
+        prefix, budget = r.random() < 0.75, r.choice((16, 9, 64, 5, 3, 2))
         self.model, self.pool, self.want = engine_pool("gqa" if prefix else "window")
         self.model.calls, self.model.hook = [], lambda: self.hook("model")
-        self.promises, self.log, self.engines = {}, [], []
+        self.promises, self.log, self.drafts = {}, [], r.random() < 0.5
         self.bombs, self.thrown, self.meddling, self.stepping = {}, None, None, False
-        self.takes_nan, self.drafts = takes_nan, drafts
-        self.forgets = self.events["forget"]
-        texts, r = paged_texts(self.pool[: len(self.want)], self.want), random.Random(slots)
-        for size in (bs, 1 + bs % 4):
-            more = {}
-            if self.drafts:
-                drafter = PagedDrafter(texts, p_wrong, ragged=True, seed=slots)
-                more = dict(drafter=drafter, speculate_k=PagedPolicy(lambda s: r.randint(0, 6)))
-            more |= dict(num_blocks=-(-slots // size), block_size=size, prefix_cache=prefix)
-            more |= dict(max_num_batched_tokens=budget, max_num_seqs=min(rows, budget))
-            more |= dict(policy=lambda s: self.hook("policy") or P.fcfs(s), kv_swap=swap)
-            more |= dict(eos_ids=(EOS,))
-            more |= dict(sampler=PagedSampler() if takes_nan else None, output_callback=self.listen)
-            engine = paged_engine(self.model, **more)
-            engine.sampler = self.refusing(engine.sampler)
-            self.engines.append(engine)
-            parts = dict.fromkeys("read write copy".split(), engine.cache)
-            parts |= dict(fork=engine.scheduler, clock=engine)
-            if self.drafts:
-                parts |= dict.fromkeys("propose_batch observe forget".split(), engine.drafter)
-                parts |= dict(verifier=engine, choose=engine.speculate_k)
-                feedback = engine.speculate_k.observe
-                engine.speculate_k.observe = lambda *a, f=feedback: self.hook("feedback") or f(*a)
-            for name, owner in parts.items():
-                call = getattr(owner, name)
-                setattr(owner, name, lambda *a, n=name, call=call: self.hook(n) or call(*a))
-        self.first = first
-        self.add_first()
-
-    def add_first(self):
-        for request in self.first:
-            self.add_one(*request)
+        self.forgets, more = self.events["forget"], {}
+        if self.drafts:
+            texts, p_wrong = paged_texts(self.pool, self.want), r.choice((0.2, 0, 0.6))
+            drafter = PagedDrafter(texts, p_wrong, ragged=True, seed=seed)
+            more = dict(drafter=drafter, speculate_k=PagedPolicy(lambda s: r.randint(0, 6)))
+        bs, slots = r.choice((4, 3, 1, 16, 2)), r.choice((36, 34, 40, 50))
+        more |= dict(num_blocks=-(-slots // bs), block_size=bs, prefix_cache=prefix)
+        rows = min(budget, r.choice((4, 8, 3, 2, 1)))
+        more |= dict(max_num_batched_tokens=budget, max_num_seqs=rows)
+        more |= dict(policy=lambda s: self.hook("policy") or P.fcfs(s), kv_swap=r.random() < 0.5)
+        more |= dict(eos_ids=(EOS,), output_callback=self.listen)
+        engine = self.engine = paged_engine(self.model, **more)
+        engine.sampler = self.refusing(engine.sampler)
+        parts = dict.fromkeys("read write copy".split(), engine.cache)
+        parts |= dict(fork=engine.scheduler, clock=engine)
+        if self.drafts:
+            parts |= dict.fromkeys("propose_batch observe forget".split(), engine.drafter)
+            parts |= dict(verifier=engine, choose=engine.speculate_k)
+            feedback = engine.speculate_k.observe
+            engine.speculate_k.observe = lambda *a: self.hook("feedback") or feedback(*a)
+        for name, owner in parts.items():
+            call = getattr(owner, name)
+            setattr(owner, name, lambda *a, n=name, call=call: self.hook(n) or call(*a))
 
     def hook(self, name: str) -> None:
         if name in self.bombs and self.stepping:
@@ -4297,9 +4147,9 @@ class EngineMachine(RuleBasedStateMachine):
         self.events[action] += 1
         self.stepping = False
         if action == "abort":
-            self.end_one(len(self.log))
+            self.abort()
         elif action == "add":
-            self.add_one(len(self.log), 5, 1, 0, True)
+            self.add_one()
         self.stepping = True
         if action == "stop":
             ends.add("stop")
@@ -4308,17 +4158,16 @@ class EngineMachine(RuleBasedStateMachine):
             ends.add("error")
             raise RuntimeError("no one listens")
 
-    def add_one(self, which, n, samples, priority, ignore_eos):
-        engine, which, id = self.engines[0], which % len(self.pool), len(self.promises)
-        params = greedy(n, n=min(samples, engine.scheduler.max_num_seqs), logprobs=1)
-        ends, tokens, reason = {"error"}, None, "length"  # of a prompt with NaN
-        if which < len(self.want):
-            params = replace(params, ignore_eos=ignore_eos)
-            ends, tokens = set(), self.want[which][:n]
-            if EOS in tokens and not ignore_eos:
-                tokens, reason = tokens[: tokens.index(EOS) + 1], "eos"
-        engine.add(self.pool[which], params, id=id, priority=priority)
-        promise = SimpleNamespace(tokens=tokens, reason=reason, n=n, ends=ends, engine=0)
+    def add_one(self):
+        engine, r, which, id = self.engine, self.r, self.r.randrange(20), len(self.promises)
+        n, samples = r.choice((20, 9, 5, 2, 1)), r.choice((1, 1, 2, 3))
+        samples, ignore_eos = min(samples, engine.scheduler.max_num_seqs), r.random() < 0.5
+        params = greedy(n, n=samples, logprobs=1, ignore_eos=ignore_eos)
+        tokens, reason = self.want[which][:n], "length"
+        if EOS in tokens and not ignore_eos:
+            tokens, reason = tokens[: tokens.index(EOS) + 1], "eos"
+        engine.add(self.pool[which], params, id=id, priority=r.choice((0, 0, 0, -1, 2)))
+        promise = SimpleNamespace(tokens=tokens, reason=reason, ends=set())
         promise.output = engine.outputs[id]
         promise.known, self.promises[id] = self.progress(promise), promise
 
@@ -4326,108 +4175,73 @@ class EngineMachine(RuleBasedStateMachine):
     def progress(promise) -> list:
         return [(len(s.token_ids), s.finish_reason) for s in promise.output.samples]
 
-    def end_one(self, which):
-        ids = [(engine, id) for engine in self.engines for id in engine.outputs]
-        engine, id = ids[which % len(ids)]
+    def abort(self):
+        id = self.r.choice([*self.engine.outputs])
         self.promises[id].ends.add("abort")
-        output = engine.abort(id)
+        output = self.engine.abort(id)
         assert output is self.promises[id].output and output.finished
         self.events["aborted"] += 1
 
     def advance(self):
         """step() raises what a part raised, and returns exactly the outputs that changed since it
         last returned."""
-        for number, engine in enumerate(self.engines):
-            self.stepping = True
-            try:
-                returned = engine.step()
-            except (KeyboardInterrupt, RuntimeError) as e:
-                assert e is self.thrown
-                continue
-            finally:
-                self.stepping = False
-            mine = {id: p for id, p in self.promises.items() if p.engine == number}
-            changed = {id for id, p in mine.items() if self.progress(p) != p.known}
-            assert len(returned) == len({o.id for o in returned})
-            assert {o.id for o in returned if o.id in mine} == changed
-            for id in changed:
-                mine[id].known = self.progress(mine[id])
+        self.stepping = True
+        try:
+            returned = [output.id for output in self.engine.step()]
+        except (KeyboardInterrupt, RuntimeError) as e:
+            assert e is self.thrown
+            return
+        finally:
+            self.stepping = False
+        changed = {id for id, p in self.promises.items() if self.progress(p) != p.known}
+        assert len(returned) == len(changed) and {*returned} == changed
+        for id in changed:
+            self.promises[id].known = self.progress(self.promises[id])
 
-    def run(self, n):
-        if len(self.engines[0].outputs) < 2:
-            self.add_first()
-        for _ in range(n):
-            self.advance()
-            self.all_is_well()
+    def play(self):
+        """Thirty events, a few steps after each; then the Engine is idle, and serves as before."""
+        for turn in range(30):
+            for _ in range(7 if len(self.engine.outputs) < 2 else 0):
+                self.add_one()
+            if turn == 20:
+                self.nan()
+            else:
+                self.r.choice((self.add, self.abort, self.interrupt, self.meddle))()
+            for _ in range(self.r.choice((3, 1, 2, 6, 0))):
+                self.advance()
+                self.all_is_well()
+        self.finish()
+        self.check_end()
 
     def finish(self):
         self.bombs, self.meddling = {}, None
         for _ in range(2000):
-            if not any(engine.outputs for engine in self.engines):
+            if not self.engine.outputs:
                 return
             self.advance()
             self.all_is_well()
-        raise AssertionError("the engines do not come to an end")
+        raise AssertionError("the engine does not come to an end")
 
-    @rule(request=requests, steps=steps)
-    def add(self, request, steps):
+    def add(self):
         self.stepping = True
         try:
-            self.add_one(*request)
+            self.add_one()
         except (KeyboardInterrupt, RuntimeError):  # of the clock or the callback
-            assert len(self.promises) not in self.engines[0].outputs
+            assert len(self.promises) not in self.engine.outputs
         finally:
             self.stepping = False
-        self.run(steps)
 
-    @precondition(lambda self: any(engine.outputs for engine in self.engines))
-    @rule(which=which, steps=steps)
-    def abort(self, which, steps):
-        self.end_one(which)
-        self.run(steps)
-
-    @rule(
-        name=strategies.sampled_from(ENGINE_HOOKS),
-        draft_name=strategies.sampled_from(DRAFT_HOOKS),
-        calls=strategies.sampled_from(range(10)),
-        error=strategies.sampled_from((KeyboardInterrupt, RuntimeError)),
-        steps=steps,
-    )
-    def interrupt(self, name, draft_name, calls, error, steps):
+    def interrupt(self):
         """An error or Ctrl-C in one of the next calls that the Engine makes."""
-        name = draft_name if self.drafts and calls % 2 else name
-        error = KeyboardInterrupt if name == "push" else error
+        name = self.r.choice(DRAFT_HOOKS if self.drafts and self.r.random() < 0.5 else ENGINE_HOOKS)
+        error = KeyboardInterrupt if name == "push" or self.r.random() < 0.5 else RuntimeError
         rare = name in ("read", "write", "choose")
-        self.bombs[name] = 0 if rare else calls // 2, error()
-        self.run(1 + steps)
+        self.bombs[name] = 0 if rare else self.r.randrange(5), error()
 
-    @rule(action=strategies.sampled_from(ENGINE_ACTIONS), steps=steps)
-    def meddle(self, action, steps):
+    def meddle(self):
         """At the next token the listener does something, or the sampler answers -1."""
-        self.meddling = action
-        self.run(1 + steps)
+        self.meddling = self.r.choice(ENGINE_ACTIONS)
 
-    @precondition(lambda self: self.engines[0].outputs)
-    @rule(which=which, steps=steps)
-    def hand_over(self, which, steps):
-        """A request that decodes goes on in the other engine, with new listeners."""
-        source, target = self.engines
-        ready = [
-            id
-            for id, sequences in source.sequences.items()
-            if all(seq.running and seq.remaining == 1 and seq.output for seq in sequences)
-        ]
-        if ready:
-            id = ready[which % len(ready)]
-            self.log[:] = [x for x in self.log if x.sequence not in source.sequences[id]]
-            transfer = KT.export_request(source, id)
-            self.promises[id].engine, self.promises[id].known = 1, self.progress(self.promises[id])
-            KT.import_request(target, transfer)
-            self.events["moved"] += 1
-        self.run(steps)
-
-    @precondition(lambda self: not self.takes_nan and self.engines[0].outputs)
-    @rule()
     def nan(self):
         """One model call returns NaN: its requests may end with an error, later ones do not."""
         self.bombs, self.meddling = {}, None
@@ -4439,70 +4253,56 @@ class EngineMachine(RuleBasedStateMachine):
         self.model.embed.weight.data = weight
         self.finish()
 
-    @invariant()
     def all_is_well(self):
         """Tokens are greedy's, each listener heard its own once, and blocks and counts add up."""
-        if not hasattr(self, "promises"):
-            return
-        for engine in self.engines:
-            paged_check(engine)
+        paged_check(self.engine)
         n_tokens = 0
         for promise in self.promises.values():
             output = promise.output
             for sample in output.samples:
                 tokens, reason = sample.token_ids, sample.finish_reason
-                if promise.tokens is not None:
-                    assert tokens == promise.tokens[: len(tokens)]
-                    assert reason or len(tokens) < len(promise.tokens)
-                assert promise.tokens is not None or self.takes_nan or not tokens
+                whole = len(tokens) == len(promise.tokens)
+                assert tokens == promise.tokens[: len(tokens)]
                 assert reason in {None, promise.reason, *promise.ends}
-                whole = promise.n if promise.tokens is None else len(promise.tokens)
-                assert len(tokens) == whole if reason == promise.reason else len(tokens) <= whole
+                assert whole or reason != promise.reason
+                assert reason or not whole
                 assert len(sample.logprobs) == len(tokens)
                 n_tokens += len(tokens)
             assert len(output.timestamps[1:]) == len(output.token_ids)
             reasons = [sample.finish_reason for sample in output.samples]
             assert bool(output.error) == ("error" in reasons)
             self.events["eos"] += "eos" in reasons
-        assert sum(engine.counts["tokens_new"] for engine in self.engines) == n_tokens
+        assert self.engine.counts["tokens_new"] == n_tokens
         for x in self.log:
             sample = self.promises[x.sequence.request.id].output.samples[x.sequence.index]
             assert x.tokens == sample.token_ids
             assert x.ends == ([sample.finish_reason] if sample.finish_reason else [])
 
-    def teardown(self):
-        if not hasattr(self, "engines"):
-            return
-        self.finish()
-        for engine in self.engines:
-            paged_idle(engine)
-            outputs = engine.generate(self.pool[:3], greedy(4))
-            assert [o.token_ids for o in outputs] == [tokens[:4] for tokens in self.want[:3]]
-            for name in ("preemptions", "accepted", "hit_rate"):
-                self.events[name] += engine.stats()[name] > 0
-            if self.drafts and self.events["forget"] == self.forgets:
-                assert {*engine.drafter.seen} <= {*engine.drafter.finished}
-        assert max(self.model.calls) <= self.engines[0].scheduler.max_num_batched_tokens
+    def check_end(self):
+        engine = self.engine
+        paged_idle(engine)
+        outputs = engine.generate(self.pool[:3], greedy(4))
+        assert [o.token_ids for o in outputs] == [tokens[:4] for tokens in self.want[:3]]
+        for name in ("preemptions", "accepted", "hit_rate"):
+            self.events[name] += engine.stats()[name] > 0
+        if self.drafts and self.events["forget"] == self.forgets:
+            assert {*engine.drafter.seen} <= {*engine.drafter.finished}
+        assert max(self.model.calls) <= engine.scheduler.max_num_batched_tokens
         self.model.hook = lambda: None
 
 
-@pytest.mark.parametrize("max_examples", [4, pytest.param(150, marks=pytest.mark.slow)])
-def test_engine_keeps_its_promises(max_examples):
-    """Whatever is added, aborted, forked, handed over, interrupted, fails or is NaN, with drafts or
-    none: every token is greedy decoding's, delivered once, no request affects another, all end, and
-    no block leaks. The long run has met every event."""
+@pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 60), marks=pytest.mark.slow)])
+def test_engine_keeps_its_promises(seeds):
+    """Whatever is added, aborted, forked, interrupted, fails or is NaN, with drafts or none: every
+    token is greedy decoding's, delivered once, no request affects another, all end, and no block
+    leaks. The long run has met every event."""
     EngineMachine.events.clear()
-    settings = hypothesis.settings(
-        max_examples=max_examples,
-        stateful_step_count=30,
-        phases=[hypothesis.Phase.generate],  # shrinking takes minutes
-        suppress_health_check=[*hypothesis.HealthCheck],
-    )
-    hypothesis.stateful.run_state_machine_as_test(EngineMachine, settings=settings)
-    wanted = {*ENGINE_HOOKS, *DRAFT_HOOKS, *ENGINE_ACTIONS, "aborted", "moved"}
+    for seed in seeds:
+        EngineMachine(seed).play()
+    wanted = {*ENGINE_HOOKS, *DRAFT_HOOKS, *ENGINE_ACTIONS, "aborted"}
     wanted |= {"preemptions", "accepted", "hit_rate", "eos"}
     missing = {event for event in wanted if not EngineMachine.events[event]}
-    assert not missing or max_examples < 150, missing
+    assert not missing or len(seeds) < 9, missing
 
 
 # ---- the Engine: tables of options, samplers and ends ----
@@ -4510,38 +4310,28 @@ def test_engine_keeps_its_promises(max_examples):
 
 RINGS = dict(num_blocks=11, block_size=3, max_num_batched_tokens=5, max_num_seqs=2)
 RINGS |= dict(prefix_cache=False)
-ENGINES = {  # name: model, options
+ENGINES = {  # name: model, options; every second one is slow
     "large": ("gqa", dict(num_blocks=200, max_num_batched_tokens=200)),
-    "recompute": ("gqa", dict(num_blocks=9, max_num_batched_tokens=16)),
     "swap": ("gqa", dict(num_blocks=9, max_num_batched_tokens=16, kv_swap=True)),
     "no-prefix": ("gqa", dict(num_blocks=9, prefix_cache=False, max_num_batched_tokens=12)),
-    "chunked": ("gqa", dict(num_blocks=12, max_num_batched_tokens=5)),
-    "one-token": ("gqa", dict(num_blocks=9, max_num_batched_tokens=1)),
-    "two-tokens": ("gqa", dict(num_blocks=9, max_num_batched_tokens=2)),
-    "one-sequence": ("gqa", dict(num_blocks=9, max_num_seqs=1)),
-    "blocks-of-1": ("gqa", dict(num_blocks=33, block_size=1, max_num_batched_tokens=16)),
-    "blocks-of-3": ("gqa", dict(num_blocks=11, block_size=3, kv_swap=True)),
-    "blocks-of-16": ("gqa", dict(num_blocks=3, block_size=16, max_num_batched_tokens=16)),
     "static": ("gqa", dict(num_blocks=12, max_num_seqs=8, static=True)),
-    "static-latent": ("absorbed", dict(num_blocks=12, max_num_seqs=8, static=True)),
+    "one-token": ("gqa", dict(num_blocks=9, max_num_batched_tokens=1)),
     "windows": ("window", dict(num_blocks=10, block_size=3, max_num_batched_tokens=14)),
+    "static-latent": ("absorbed", dict(num_blocks=12, max_num_seqs=8, static=True)),
     "rings": ("window", RINGS),
     "rings-int8": ("window", RINGS | dict(kv_dtype="int8", kv_swap=True)),
     "rings-of-1": ("alibi+window", RINGS | dict(num_blocks=30, block_size=1, kv_swap=True)),
-    "alibi": ("alibi", dict(num_blocks=29, block_size=1, max_num_batched_tokens=9, kv_swap=True)),
     "alibi+window": ("alibi+window", dict(num_blocks=3, block_size=16, kv_swap=True)),
     "latent": ("absorbed", dict(num_blocks=10, block_size=3, max_num_batched_tokens=5)),
     "int8": ("gqa", dict(num_blocks=9, kv_dtype="int8", kv_swap=True)),
-    "fp8": ("gqa", dict(num_blocks=9, kv_dtype="fp8", max_num_batched_tokens=7)),
-    "int8-latent": ("absorbed", dict(num_blocks=9, kv_dtype="int8", max_num_batched_tokens=7)),
     "fp8-latent": ("absorbed", dict(num_blocks=9, kv_dtype="fp8", kv_swap=True)),
 }
 
 
-@pytest.mark.parametrize("name", one_in(3, ENGINES))
+@pytest.mark.parametrize("name", one_in(2, ENGINES))
 def test_engine_options_change_no_output(name):
     """Shared prefixes, priorities, several samples, in blocks that held NaN; without drafts, and
-    with drafts all right, mixed or all wrong: tokens, log-probabilities and timestamps are those of
+    with drafts mixed or all wrong: tokens, log-probabilities and timestamps are those of
     a calm engine, which are the model's own; no token is sampled twice, no step exceeds its budget,
     wrong drafts cost no step, and static steps have few shapes."""
     config, options = ENGINES[name]
@@ -4559,12 +4349,12 @@ def test_engine_options_change_no_output(name):
     if kv_dtype is None:
         for case_ in zip(prompts, params, want, strict=True):
             paged_answers(model, *case_)
-    for p_wrong in (None, 0, 0.3, 1):
+    for p_wrong in (None, 0.3, 1):
         model.calls, more, sampler = [], {}, PagedSampler()
         if p_wrong is not None:
             texts = paged_texts(prompts, [o.token_ids for o in want])
-            drafter = PagedDrafter(texts, p_wrong, ragged=p_wrong > 0)
-            more = dict(drafter=drafter, speculate_k=3 + (p_wrong == 0))
+            drafter = PagedDrafter(texts, p_wrong, ragged=True)
+            more = dict(drafter=drafter, speculate_k=3)
         engine = paged_engine(model, **options, **more, sampler=sampler)
         engine.add([POISON] * (engine.capacity - 2), greedy(2), id="NaN")
         paged_run(engine)
@@ -4578,7 +4368,7 @@ def test_engine_options_change_no_output(name):
         stats = seen[p_wrong] = engine.stats()
         assert stats["hit_rate"] == 0 or name != "no-prefix"
         few = budget < 3 or rows == 1
-        assert stats["preemptions"] > 0 or name in ("large", "chunked") or few
+        assert stats["preemptions"] > 0 or name == "large" or few
         if p_wrong is not None:
             assert (stats["proposed"] > 0) == (budget > 1)
             assert (stats["accepted"] > 0) == (p_wrong < 1 and budget > 1)
@@ -4609,10 +4399,9 @@ ENGINE_SAMPLED = [  # each with temperature 0.5, 14 tokens
 ]
 
 
-def test_engine_samples_equal_separate_runs():
-    """Sample i of n == a request of its own with seed + i, alone in a large cache, whatever the
-    batch, forks, preemptions, drafts and penalties; a prompt with NaN ends with an error and
-    affects no other; log-probabilities are the model's own."""
+def test_engine_samples_do_not_depend_on_drafts():
+    """Every sample is that of a calm engine, whatever the drafts, forks, preemptions and penalties;
+    a prompt with NaN ends with an error and affects no other; log-probabilities are the model's."""
     model, (prompts, _) = paged_model(poison=True), paged_requests(10, seed=4)
     same = dict(temperature=0.5, max_new_tokens=14, ignore_eos=True, logit_bias={POISON: -INF})
     params = [P.SamplingParams(**same | more) for more in ENGINE_SAMPLED]
@@ -4621,27 +4410,20 @@ def test_engine_samples_equal_separate_runs():
         options = dict(max_num_seqs=8, eos_ids=(2,)) | options
         return paged_engine(model, sampler=S.RowSampler(97, 8, "cpu", [2]), **options)
 
-    want = []
-    for prompt, p in zip(prompts, params, strict=True):
-        alone = build(num_blocks=99, block_size=16, prefix_cache=False)
-        each = [replace(p, n=1, seed=(p.seed + i) % 2**63) for i in range(p.n)]
-        want.append([alone.generate([prompt], one)[0].token_ids for one in each])
+    want = paged_tokens(build(num_blocks=200, prefix_cache=False).generate(prompts, params))
     assert len({*map(tuple, want[0])}) == 3 and len({*map(tuple, want[4])}) == 1
     texts = [p + tokens for p, rows in zip(prompts, want, strict=True) for tokens in rows]
-    bad = [prompts[0][:8] + [POISON], [POISON] * 11]
-    for p_wrong, swap in ((None, False), (None, True), (0, False), (0.3, True), (1, False)):
-        more = {}
-        if p_wrong is not None:
-            more["drafter"] = PagedDrafter(texts, p_wrong, ragged=p_wrong > 0)
-        engine = build(num_blocks=12, block_size=3, max_num_batched_tokens=20, kv_swap=swap, **more)
+    bad, tight = [prompts[0][:8] + [POISON], [POISON] * 11], dict(num_blocks=12, block_size=3)
+    for p_wrong in (0, 0.3):
+        more = dict(drafter=PagedDrafter(texts, p_wrong, ragged=p_wrong > 0), kv_swap=p_wrong > 0)
+        engine = build(max_num_batched_tokens=20, **tight, **more)
         got = paged_serve(engine, bad + prompts, [params[0], params[1], *params])
         assert [s.finish_reason for o in got[:2] for s in o.samples] == ["error"] * 6
         assert paged_tokens(got[:2]) == [[[]] * 3] * 2 and paged_tokens(got[2:]) == want
         for prompt, p, output in zip(prompts, params, got[2:], strict=True):
             if p.ignore_eos and p.temperature:
                 paged_answers(model, prompt, p, output)
-        stats = engine.stats()
-        assert stats["preemptions"] > 3 and (stats["accepted"] > 20) == (p_wrong in (0, 0.3))
+        assert engine.stats()["preemptions"] > 3 and engine.stats()["accepted"] > 20
 
 
 # ---- the Engine: prefixes, order, limits, input ----
@@ -4655,6 +4437,7 @@ def test_engine_computes_shared_prefixes_once(bs):
     for length in (bs, 2 * bs, 2 * bs + 1, 3 * bs - 1):
         model, prompt, rest = paged_model(), paged_prompt(length, length), length % bs or 1
         engine = paged_engine(model, num_blocks=80, block_size=bs)
+        assert engine.step() == [] and not model.calls and set(engine.stats().values()) == {0}
         (want,) = paged_greedy(model, [prompt], [9])
         first, second = paged_serve(engine, [prompt] * 2, greedy(1))
         assert model.calls == [length + rest] == [engine.stats()["tokens_run"]]
@@ -4680,24 +4463,6 @@ def test_engine_priorities_and_policy():
     for id, length in zip("abcde", (7, 2, 9, 4, 2), strict=True):
         engine.add([5] * length, greedy(3), id=id)
     assert [*paged_run(engine)] == ["b", "e", "d", "a", "c"]
-
-
-def test_engine_aborts_a_running_request():
-    """Its output ends, and the others are those of a run without it; statistics are 0 before the
-    first step."""
-    model, (prompts, _) = paged_model(), paged_requests(4)
-    want = paged_greedy(model, prompts, [10] * 4)
-    engine = paged_engine(model, num_blocks=9, max_num_batched_tokens=9)
-    assert engine.step() == [] and not model.calls and set(engine.stats().values()) == {0}
-    ids = [engine.add(p, greedy(10)) for p in prompts]
-    kept = [engine.outputs[i] for i in ids if i != ids[2]]
-    for _ in range(4):
-        engine.step()
-    assert 0 < engine.stats()["cache_used"] <= 1
-    gone = engine.abort(ids[2])
-    paged_run(engine)
-    assert gone.finish_reason == "abort" and gone.token_ids == want[2][: len(gone.token_ids)]
-    assert [o.token_ids for o in kept] == want[:2] + want[3:]
 
 
 def test_engine_cache_filled_to_the_last_slot():
@@ -4747,6 +4512,7 @@ def test_engine_refuses_and_goes_on():
     ids = [engine.add(p, greedy(n), id=i) for i, (p, n) in enumerate(zip(prompts, counts))]
     live = list(engine.outputs.values())
     engine.step()
+    assert 0 < engine.stats()["cache_used"] <= 1
     for field, prompt, params, more in ENGINE_REFUSED:
         with pytest.raises(ValueError, match=rf"\b{field}\b") as caught:
             engine.add(prompt, greedy(3, **params), **more)
@@ -4765,20 +4531,17 @@ def test_engine_refuses_and_goes_on():
     assert [o.token_ids for o in live] == want and engine.generate([], greedy(3)) == []
 
 
-def test_engine_callers_lists_are_not_modified():
-    """A prompt's list is neither kept nor modified, may be passed twice, may be a tuple, and new
-    ids do not collide with those that callers chose, which may be used again."""
-    model, prompt = paged_model(), [5, 6, 7, 8, 9]
-    (want,) = paged_greedy(model, [prompt], [6])
-    engine = paged_engine(model, num_blocks=12)
+def test_engine_new_ids_are_unused_ones():
+    """An id that the Engine chooses is none that a caller chose, and ids may be used again. A
+    prompt may be a tuple, and is copied."""
+    engine, prompt = paged_engine(paged_model(), num_blocks=12), [5, 6, 7, 8, 9]
     for _ in range(2):
-        ids = [engine.add(tuple(prompt), greedy(6), id=i) for i in range(4)]
+        ids = [engine.add(tuple(prompt), greedy(6), id=i) for i in range(3, 7)]
         ids += [engine.add(prompt, greedy(6)) for _ in range(2)]
-        assert len({*ids}) == 6
         prompt.append(97)
         done = paged_run(engine)
-        assert prompt.pop() == 97 and prompt == [5, 6, 7, 8, 9]
-        assert all(o.token_ids == want and [*o.prompt_ids] == prompt for o in done.values())
+        assert all([*o.prompt_ids] == [5, 6, 7, 8, 9] for o in done.values())
+        assert prompt.pop() == 97 and len({*ids}) == 6
 
 
 def test_engine_extreme_but_valid_params():
@@ -4786,21 +4549,15 @@ def test_engine_extreme_but_valid_params():
     model = paged_model()
     (want,) = paged_greedy(model, [[5, 6]], [6])
     engine = paged_engine(model, sampler=S.RowSampler(97, 64, "cpu"))
-    as_greedy = [
-        dict(temperature=1e-9, top_p=1e-12),
-        dict(top_p=1e-12),
-        dict(top_k=1),
-        dict(min_p=1),
+    rows = [  # the first five are greedy
+        *(dict(temperature=1e-9, top_p=1e-12), dict(top_p=1e-12), dict(top_k=1), dict(min_p=1)),
         dict(temperature=0, min_new_tokens=6, logprobs=97, logit_bias={5: 0, 6: -0.0}),
-    ]
-    others = [
         dict(temperature=1e9, min_p=0, logprobs=0, top_k=2**63 - 1, top_p=1, seed=2**63 - 1, n=3),
         dict(repetition_penalty=1e-9, presence_penalty=1e9, frequency_penalty=1e9),
         dict(repetition_penalty=1e9, presence_penalty=-1e9, frequency_penalty=-1e9),
         dict(logit_bias={3: 1e9, 4: -1e9, 7: -INF}),
     ]
-    same = dict(max_new_tokens=6, ignore_eos=True)
-    params = [P.SamplingParams(**same | more) for more in as_greedy + others]
+    params = [P.SamplingParams(max_new_tokens=6, ignore_eos=True, **row) for row in rows]
     outputs = engine.generate([[5, 6]] * 9, params)
     assert all(o.error is None and len(s.token_ids) == 6 for o in outputs for s in o.samples)
     assert [o.token_ids for o in outputs[:5]] == [want] * 5
@@ -4874,16 +4631,13 @@ for paged_changes in [
 
 
 def test_engine_export_and_import_of_requests():
-    """import_request refuses a request that does not fit, or whose id is taken, and changes
-    nothing; arrivals keep their order, and a listener may end one."""
+    """import_request refuses a request whose id is taken, and changes nothing; arrivals keep their
+    order, and a listener may end one."""
     model = paged_model()
     first, small = paged_engine(model), paged_engine(model, num_blocks=3, max_num_seqs=1)
-    for id, length, n in (("long", 30, 20), *(("abc"[i], 2, 9 - i) for i in range(3))):
-        first.add([5] * length, greedy(n), id=id)
+    for i in range(3):
+        first.add([5] * 2, greedy(9 - i), id="abc"[i])
     first.step()
-    with pytest.raises(ValueError, match="max_new_tokens"):
-        KT.import_request(small, KT.export_request(first, "long"))
-    assert small.unfinished == 0 and first.unfinished == 3
     transfers = [KT.export_request(first, id) for id in "cab"]
     for transfer in transfers:
         KT.import_request(small, transfer)
@@ -5030,7 +4784,7 @@ def test_engine_warm_up_captures_every_step(drafts, config, monkeypatch):
 @pytest.mark.slow
 def test_engine_compiled_steps_change_no_token():
     """Compiled steps of few shapes give the same tokens."""
-    model = paged_probe(first_layers(random_model(PAGED_CONFIGS["gqa"]), 2))
+    model = paged_probe(first_layers(random_model(PAGED_CONFIGS["gqa"]), 1))
     prompts, counts = paged_requests(5)
     engine = paged_engine(model, num_blocks=60, max_num_seqs=2, compile=True)
     outputs = paged_serve(engine, prompts, [*map(greedy, counts)])
@@ -5145,6 +4899,9 @@ def test_engine_ranks_get_their_kv_heads(H, p, d):
 
 
 PAGED_COMPILE = """
+from unittest.mock import patch
+with patch("torch.cuda.is_available", lambda: True):
+    import paged_kv as P
 P._uses_kernel = lambda q: True
 P._device_properties = lambda _: (132, SHARED, arch // 10)
 
@@ -5172,8 +4929,7 @@ paged(kind=torch.int8, **mixed)""".splitlines()
 PAGED_FP8 = """paged(kind=torch.float8_e4m3fn, **mixed)
 paged(576, Hkv=1, latent_dim=512, kind=torch.float8_e4m3fn)""".splitlines()
 PAGED_ALL = [*PAGED_SOME, *PAGED_FP8, "paged(kind=torch.int8)", "paged(256)"]
-PAGED_ALL += [f"paged({D}, **{m})" for D in (64, 192) for m in ("{}", "mixed")]
-PAGED_ALL += ["paged(dtype=torch.float16, **mixed)"]
+PAGED_ALL += ["paged(192)", "paged(192, **mixed)"]
 
 
 @pytest.mark.slow
@@ -5188,12 +4944,7 @@ def test_paged_kernel_compiles_for_gpus(arch, cases, tmp_path):
     memory; other sequences, lengths and block tables do not recompile. While a tile of keys
     is used, the next is loaded into a second buffer. MLA's tiles of 64 rows use Hopper's wgmma."""
     again = ["n = len(built)", "paged(n_splits=4, new=(1,) * 5)", "assert len(built) == n"]
-    imports = "import attention as A\nfrom unittest.mock import patch\n"
-    imports += "with patch('torch.cuda.is_available', lambda: True): import paged_kv as P\n"
-    code = COMPILE.replace("import attention as A\n", imports)
-    code = code.replace("busy = dict", PAGED_COMPILE + "\nunused = dict", 1)
-    code = code.replace("busy |= dict(bias", "unused |= dict(bias")
-    printed = compile_kernels(code, tmp_path, arch, *cases, *again)
+    printed = compile_kernels(COMPILE, tmp_path, arch, PAGED_COMPILE, *cases, *again)
     assert printed.strip() == str(["_combine_kernel", "_paged_kernel"])
     assert min(load_buffers(tmp_path, "_paged_kernel")) >= 2
     kernels = [path.read_text() for path in tmp_path.rglob("_paged_kernel.ttgir")]
@@ -5238,21 +4989,15 @@ def test_engine_absorbs_latent_attention(monkeypatch):
 
 @pytest.mark.parametrize("windows", [(None, 7, 7), (7, None, 5)], ids=["qwen2", "gemma"])
 def test_engine_mixed_windows_keep_constant_memory(windows):
-    """Some layers windowed: their bytes are those of the windows, in any pool and after any number
-    of tokens; the text is that of the whole cache."""
+    """Some layers windowed: their bytes are those of the windows, in a pool of any size."""
     model = random_model(tiny(windows=windows, family="sheaf"))
-    ids, nbytes = random_tokens(model.config, 1, 60), {}
+    slot = 2 * 2 * 16 * 4  # k and v, two heads of 16, fp32
+    slots = 2 * 4 * math.ceil((7 + 8 - 2) / 4 + 1) + 4  # two rings, and the block of padding
     for num_blocks in (50, 200):
         options = dict(max_num_batched_tokens=8, max_num_seqs=2, prefix_cache=False)
         engine = P.Engine(model, num_blocks=num_blocks, block_size=4, **options)
-        [output] = engine.generate([ids[0].tolist()], greedy(40))
-        assert output.token_ids == greedy_tokens(model, ids, 40)
-        nbytes[num_blocks] = [page.nbytes for page in engine.cache.pages]
-    slot = 2 * 2 * 16 * 4  # k and v, two heads of 16, fp32
-    slots = 2 * 4 * math.ceil((7 + 8 - 2) / 4 + 1) + 4  # two rings, and the block of padding
-    for layer, window in enumerate(windows):
-        want = [slots, slots] if window else [51 * 4, 201 * 4]
-        assert [sizes[layer] for sizes in nbytes.values()] == [n * slot for n in want]
+        want = [slots if window else (num_blocks + 1) * 4 for window in windows]
+        assert [page.nbytes for page in engine.cache.pages] == [n * slot for n in want]
 
 
 def test_engine_sliding_window_kv_moves_to_an_engine_with_a_prefix_cache():
@@ -5280,53 +5025,21 @@ def test_engine_sliding_window_kv_moves_to_an_engine_with_a_prefix_cache():
 def test_engine_longest_prefix_is_first_and_nobody_starves():
     """Of patience successive arrivals, the waiting one with the most cached tokens is next; a
     request that matches nothing is overtaken by at most patience - 1 later ones."""
-    system = list(range(10, 26))
-    engine = paged_engine(
-        random_model(tiny()),
-        num_blocks=64,
-        block_size=4,
-        max_num_seqs=1,
-        policy=POLICY.LongestPrefix(patience=4),
-        max_num_batched_tokens=64,
-    )
+    system, policy = list(range(10, 26)), POLICY.LongestPrefix(patience=4)
+    engine = paged_engine(paged_model(), num_blocks=64, max_num_seqs=1, policy=policy)
     engine.generate([system], greedy(1))
     prompts = [[5, 6], system[:8] + [7], [8, 9], system + [3], [4, 4], system + [5], system + [6]]
-    ids = [engine.add(p, greedy(2)) for p in prompts]
-    ended = []
-    while engine.unfinished:
-        ended += [output.id for output in engine.step() if output.finished]
-    assert [ids.index(i) for i in ended] == [1, 0, 2, 3, 5, 6, 4]
-
-
-def test_engine_packs_prompts_without_padding():
-    """Prepacking (arXiv:2404.09529): prompts of any length share prefill steps. The tokens computed
-    are the prompts' own, less than half of a padded batch's, and KV and first tokens are those of
-    each prompt alone."""
-    model, lengths = random_model(tiny()), (3, 60, 9, 17, 1, 33)
-    prompts = [random_tokens(model.config, n, seed=n).tolist() for n in lengths]
-    engine = paged_engine(model, num_blocks=64, block_size=4, max_num_batched_tokens=64)
-    for prompt in prompts:
-        engine.add(prompt, greedy(9))
-    seqs = [engine.sequences[id][0] for id in engine.outputs]
-    while any(len(seq.output) == 0 for seq in seqs):
-        engine.step()
-    computed = engine.counts["tokens_run"] - sum(max(0, len(seq.output) - 1) for seq in seqs)
-    assert computed == sum(lengths) < 0.5 * len(lengths) * max(lengths)
-    for prompt, seq in zip(prompts, seqs, strict=True):
-        cache = M.KVCache(model.config, 1, 99)
-        logits = model(torch.tensor([prompt]), torch.arange(len(prompt)), cache.attend)
-        assert seq.output[0] == int(logits[0, -1].argmax())
-        got = engine.cache.read(seq.block_table, len(prompt)).kv
-        for layer, (k, v) in enumerate(zip(cache.k, cache.v, strict=True)):
-            want = torch.stack((k[0, :, : len(prompt)], v[0, :, : len(prompt)]))
-            close(got[layer], want, 1e-5)
+    for id, prompt in enumerate(prompts):
+        engine.add(prompt, greedy(2), id=id)
+    assert [*paged_run(engine)] == [1, 0, 2, 3, 5, 6, 4]
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_engine_saturated_steps_carry_the_token_budget(seed):
     """Dynamic SplitFuse (DeepSpeed-FastGen, arXiv:2401.08671): a step runs min(budget, all tokens
     that wait) of the sequences that may run, long prompts split and short ones fused, so while more
-    wait it carries exactly the budget; the tokens are those of whole prompts."""
+    wait it carries exactly the budget, and otherwise no padding (Prepacking, arXiv:2404.09529) and
+    no ended sequence (Flover, arXiv:2305.13484); the tokens are those of whole prompts."""
     r, model = random.Random(seed), paged_model()
     budget, rows = r.choice((7, 16, 33)), r.choice((6, 7, 12))
     rows = min(rows, budget)
@@ -5348,55 +5061,6 @@ def test_engine_saturated_steps_carry_the_token_budget(seed):
         assert model.calls.pop() == min(budget, tokens)
         saturated += tokens > budget
     assert [o.token_ids for o in outputs] == want and saturated > 10
-
-
-@pytest.mark.parametrize("seed", (0, 1, 3))  # a tight budget, a small pool, both
-def test_engine_rows_of_a_step_are_the_live_sequences(seed):
-    """Temporal fusion (Flover, arXiv:2305.13484): whatever arrives, ends, is aborted or preempted
-    meanwhile, a step's flat axis is the next tokens of the running sequences, each once, one after
-    another, and no padding; late arrivals get the tokens that they get alone."""
-    r, model = random.Random(seed), paged_model()
-    (prompts, counts), steps = paged_requests(14, seed=seed), []
-    want = paged_greedy(model, prompts, counts)
-    sizes = dict(num_blocks=(40, 12)[seed % 2], max_num_batched_tokens=(64, 12)[seed % 3 == 0])
-    engine = paged_engine(model, max_num_seqs=5, **sizes)
-    make_step = engine.cache.step
-    engine.cache.step = lambda *args: steps.append(make_step(*args)) or steps[-1]
-    engine.add(prompts[0], greedy(20), id="gone")
-    outputs, events = {}, Counter()
-    while len(outputs) < len(prompts) or engine.unfinished:
-        decoding = sum(seq.remaining == 1 for seq in engine.scheduler.running)
-        if len(outputs) < len(prompts) and r.random() < 0.4:
-            events["joined"] += decoding > 0
-            id = engine.add(prompts[len(outputs)], greedy(counts[len(outputs)]))
-            outputs[id] = engine.outputs[id]
-        if "gone" in engine.outputs and len(outputs) == 5:
-            engine.abort("gone")
-        if not engine.unfinished:
-            continue
-        live = {}
-
-        def record(plan, commit=engine.scheduler.commit):
-            for seq, n in plan.run:
-                start = seq.num_computed_tokens
-                assert seq.running and seq not in live
-                live[seq] = seq.tokens[start : start + n], [*range(start, start + n)]
-            commit(plan)
-
-        engine.scheduler.commit, commit = record, engine.scheduler.commit
-        before = {*engine.scheduler.running}
-        engine.step()
-        engine.scheduler.commit = commit
-        step, sizes = steps.pop(), [len(tokens) for tokens, _ in live.values()]
-        assert step.tokens.tolist() == sum((tokens for tokens, _ in live.values()), [])
-        assert step.positions.tolist() == sum((at for _, at in live.values()), [])
-        assert step.cu_seqlens.tolist() == [0, *accumulate(sizes)] and min(sizes) > 0
-        assert step.lengths.tolist() == [at[-1] + 1 for _, at in live.values()]
-        assert not steps and len(step.slots) == len(step.tokens) == model.calls.pop()
-        assert {*engine.scheduler.running} <= {*live} or sum(sizes) == 12  # the budget
-        events["ended"] += bool(before - {*engine.scheduler.running})
-    assert [o.token_ids for o in outputs.values()] == want
-    assert min(events["joined"], events["ended"]) > 3, events
 
 
 def test_engine_iteration_level_scheduling_beats_request_level():
@@ -5505,17 +5169,13 @@ def test_engine_spec_verifier_gets_its_own_rows():
     drafts."""
     model, (prompts, counts) = paged_model(), paged_requests(6)
     want = paged_greedy(model, prompts, counts)
-    drafter, probs, called = PagedDrafter(paged_texts(prompts, want), 0.2, ragged=True), {}, []
-
-    def propose(tokens, k):
-        draft, _ = drafter(tokens, k)
-        probs[tuple(tokens)] = torch.full((len(draft), 97), 1 / 97)
-        return draft, probs[tuple(tokens)]
+    drafter, called = PagedDrafter(paged_texts(prompts, want), 0.2, ragged=True), []
+    propose = lambda tokens, k: (drafter(tokens, k)[0], [*tokens])
 
     def verify(logits, sequences, drafts):
         rows, runs = logits.split([len(tokens) + 1 for tokens, _ in drafts]), []
-        for seq, (tokens, p), own in zip(sequences, drafts, rows, strict=True):
-            assert p is probs[tuple(seq.tokens)] if tokens else p is None
+        for seq, (tokens, context), own in zip(sequences, drafts, rows, strict=True):
+            assert context == (seq.tokens if tokens else None)
             expected = paged_forward(model, seq.tokens + tokens)[len(seq.tokens) - 1 :]
             assert relative(own, expected) < 1e-4
             ids = own.argmax(-1).tolist()
@@ -5619,12 +5279,6 @@ QUANTIZE_WEIGHTS = {
 }
 
 
-def quantize_bf16(x: np.float32) -> np.float32:
-    """Rounded to bf16, half to even, by its bits."""
-    bits = np.atleast_1d(x).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)[0]
-
-
 def quantize_by_loops(w: torch.Tensor, spec) -> tuple[torch.Tensor, ...]:
     """w (N, K) -> q, scales, zeros and the dequantized weights, group by group in numpy's fp32: as
     in the white paper, 2.2. Scales of groups are bf16, rounded up."""
@@ -5637,7 +5291,8 @@ def quantize_by_loops(w: torch.Tensor, spec) -> tuple[torch.Tensor, ...]:
         else:
             least, most = min(least, f(0)), max(most, f(0))
             scale = most / f(top) - least / f(top)
-        scale = quantize_bf16(scale * f(1 + 2**-8)) if spec.group_size else scale
+        if spec.group_size:
+            scale = f(torch.tensor(scale * f(1 + 2**-8)).bfloat16().item())
         scale = scale if scale > 0 else f(1)
         offset = f(0) if spec.symmetric else np.clip(np.rint(-least / scale), f(0), f(top))
         q = np.clip(np.rint(part / scale) + offset, low, top)
@@ -5676,22 +5331,6 @@ def test_quantize_grid_equals_loops_in_numpy(w):
         if w.shape[1] % (spec.group_size or 1) == 0:
             for dtype in (torch.float32, torch.bfloat16, torch.float64):
                 quantize_check(spec, w.to(dtype))
-
-
-QUANTIZE_MISTAKES = {
-    "quantize": lambda self, w, *qparams: Q.QuantSpec.quantize(self, 0.99 * w, *qparams),
-    "dequantize": lambda self, q, scales, zeros: Q.dequantize(q, scales, None),
-    "choose_qparams": lambda self, w: Q.QuantSpec.choose_qparams(self, 0.99 * w),
-}
-
-
-@pytest.mark.parametrize("method", QUANTIZE_MISTAKES)
-def test_quantize_grid_notices(method):
-    """A spec with a mistake fails the check on every kind of weights."""
-    wrong = type("Wrong", (Q.QuantSpec,), {method: QUANTIZE_MISTAKES[method]})(2, 8, False)
-    for name in ("rows of unlike size", "heavy tails", "a transpose"):
-        with pytest.raises(AssertionError):
-            quantize_check(wrong, QUANTIZE_WEIGHTS[name])
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
@@ -5912,25 +5551,6 @@ def test_quantize_kept_weights_are_exact(scheme, dtype):
         assert relative(layer(x[:rows]).double(), exact) < 2 * QUANTIZE_DTYPES[dtype]
 
 
-@quantize_each_scheme
-def test_quantize_copies_and_writes_take_effect(scheme):
-    """Copies, files and buffers written in place give the same output: no old weight is cached."""
-    for dtype, used in product((torch.float32, torch.bfloat16), (False, True)):
-        make, x = partial(quantize_layer, scheme, dtype=dtype), quantize_normal(3, 128, dtype=dtype)
-        layer, fresh, written = make(), make(seed=7), make(seed=7)
-        for each in (layer, fresh, written) if used else ():
-            each(x), each(x[:1])
-        file = io.BytesIO()
-        torch.save((layer, layer.state_dict()), file)
-        loaded, state = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
-        fresh.load_state_dict(state)
-        for name, tensor in written.state_dict().items():
-            tensor.copy_(state[name])
-        for got in (copy.deepcopy(layer), loaded, fresh, written):
-            assert bitwise_equal(quantize_raw(got), quantize_raw(layer))
-            assert torch.equal(got(x), layer(x)) and torch.equal(got(x[:1]), layer(x[:1]))
-
-
 # ---- replacing the modules of a model ----
 
 QUANTIZE_FAMILIES = {  # all widths are multiples of 8
@@ -6113,8 +5733,6 @@ QUANTIZE_FAILS = [  # the last layer cannot be quantized: spoil(model), argument
     (lambda m: m.head.weight[3].fill_(math.nan), dict(scheme="int8"), "head: .*NaN"),
     (lambda m: m.layers[2].mlp.w_down[-1, 2].fill_(INF), dict(scheme="int8"), "w_down: .*inf"),
     (id, dict(scheme="int4", group_size=32), "group_size 32 .* 24 .*8"),
-    (id, dict(scheme="int9"), "scheme 'int9'"),
-    (id, dict(scheme="int8", skip=("head", "no_such")), "skip: .*'no_such'"),
     (lambda m: Q.quantize_(m, "int8"), dict(scheme="int4"), "already quantized"),
     (id, dict(scheme="int8", skip=("layers", "mtp", "head")), "skip"),
 ]
@@ -6303,20 +5921,6 @@ def test_quantize_bad_checkpoints_are_refused(tmp_path):
 # ---- composition ----
 
 
-@pytest.mark.parametrize("folder, scheme", [(DRAFT, "int4"), (MOE, "int8")], ids=["draft", "moe"])
-def test_quantize_engine_equals_greedy_decoding(folder, scheme, monkeypatch):
-    """The paged engine on a quantized model gives, batched, the tokens of decoding one by one."""
-    use_plain_torch(monkeypatch)
-    model = HF.load_checkpoint(folder, dtype=torch.float32)
-    Q.quantize_(model, scheme, group_size=quantize_group(scheme, 32))
-    prompts = [random_tokens(model.config, n, seed=n).tolist() for n in (9, 31, 17, 1, 40)]
-    with torch.no_grad():
-        want = [greedy_tokens(model, torch.tensor([p]), 10) for p in prompts]
-    engine = P.Engine(model, num_blocks=64, block_size=16, max_num_batched_tokens=64)
-    assert [o.token_ids for o in engine.generate(prompts, greedy(10))] == want
-    assert len(set(map(tuple, want))) > 1
-
-
 @pytest.mark.parametrize("skip", [(), ("kv_b_proj",)], ids=["", "skip kv_b_proj"])
 @quantize_each_scheme
 def test_quantize_latent_attention_absorbed_equals_expanded(scheme, skip):
@@ -6356,86 +5960,58 @@ def test_quantize_compiles_without_graph_breaks(scheme, backend):
 # ---- generate.py's flags ----
 
 
-def quantize_main(capsys, *argv) -> str:
-    """Run generate.py in this process; returns its stdout."""
-    code = G.main([*map(str, argv), "--device", "cpu"])
-    out, err = capsys.readouterr()
-    assert code == 0, err
-    return out
+def quantize_main(*argv) -> str:
+    """The stdout of generate.py, run in this process."""
+    done = run_generate(*argv, "--device", "cpu")
+    assert done.code == 0, done.err
+    return done.out
 
 
 @pytest.mark.parametrize(
     "argv, words",
     [
-        ("--quantize int5", "--quantize: .*" + ".*".join(map(re.escape, QUANTIZE_8_BITS[1:]))),
-        ("--quantize int4 --group-size 7", "--group-size: .*7"),
-        ("--quantize int8 --group-size 64", "--group-size"),
-        ("--quantize int4 --checkpoint MOE", "group_size 32 .* 72 .*8"),
-        ("--quantize int8 --set quantize_skip=nope", "--quantize-skip: .*nope"),
-        ("--quantize int8 --dummy CONFIG --set quantize_skip=nope", "--quantize-skip: .*nope"),
-        ("--quantize int4 --dummy CONFIG --group-size 7", "--group-size: .*7"),
-        ("--group-size 32", "--quantize"),
-        ("--set quantize_skip=head", "--quantize"),
-        ("--save OUT", "--quantize"),
         ("--save FILE --quantize int8", "--save .*FILE"),
         ("--save COPY --quantize int8", "--save .*COPY"),
         ("--save COPY --quantize int8 --checkpoint COPY", "--save .*COPY"),
-        ("--quantize int4 --calibrate gptq --set calibration_text=FILE", "fewer .*one sequence"),
-        ("--quantize int4 --calibrate gptq --set calibration_text=nowhere.txt", "nowhere.txt"),
-        ("--quantize int8 --calibrate smoothquant", "--calibrate .*int8-dynamic"),
-        ("--quantize fp8 --calibrate gptq", "--calibrate .*int8 to int2"),
-        ("--quantize int8 --calibrate tacq", "--calibrate .*int4 to int2"),
-        ("--quantize int8 --calibrate awq", "--calibrate .*int4 to int2"),
-        ("--quantize fp8 --calibrate awq", "--calibrate .*int4 to int2"),
-        ("--calibrate gptq", "--quantize"),
-        ("--set calibration_text=FILE", "--calibrate"),
-        ("--quantize int4 --calibrate equalize --set calibration_text=FILE", "--calibrate gptq"),
-        ("--set plot=x.png", "--quantize-report"),
-        ("--quantize-report --quantize int8", "--quantize"),
-        ("--quantize-report --group-size 7", "--group-size"),
-        ("--quantize-report --set plot=nowhere/x.png", "--plot .*nowhere"),
-        ("--quantize-report --set quantize_skip=nope", "--quantize-skip: .*nope"),
+        ("--save FILE.gguf", "--save .*FILE.gguf: exists"),
+        ("--checkpoint FILE.gguf", "FILE.gguf: magic"),
     ],
 )
-def test_quantize_model_bad_flags_are_refused(argv, words, tmp_path, capsys):
+def test_quantize_model_saves_over_no_file(argv, words, tmp_path):
     """A user's mistake ends in exit code 2 and one line that names the flag; no file changes."""
-    (tmp_path / "FILE").write_text("def f():\n    return 1\n" * 3)
+    for name in ("FILE", "FILE.gguf"):
+        (tmp_path / name).write_text("not a checkpoint")
     shutil.copytree(DRAFT, tmp_path / "COPY")
     read = lambda: {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
-    before, places = read(), {"MOE": MOE, "CONFIG": MOE / "config.json"}
-    argv = re.sub("[A-Z]+", lambda m: str(places.get(m[0], tmp_path / m[0])), argv).split()
-    assert G.main([*argv, "--device", "cpu"]) == 2
-    line = capsys.readouterr().err.strip().splitlines()
-    assert len(line) == 1 and re.search(words, line[0]), line
+    before, argv = read(), re.sub("FILE|COPY", lambda m: str(tmp_path / m[0]), argv).split()
+    done = run_generate(*argv, "--device", "cpu")
+    assert done.code == 2 and done.err.count("\n") == 1 and re.search(words, done.err), done.err
     assert read() == before
 
 
 @quantize_cases(
     "name, scheme, more",
     [
-        ("small", "int4", "--group-size 8"),
         ("small", "int8", "--set quantize_skip=layers.0,o_proj"),
-        ("moe", "fp8-block", ""),
         ("draft", "int4", "--calibrate gptq"),
-        ("draft", "int8", "--calibrate equalize"),
         ("moe", "int8", "--calibrate bias"),
     ],
     [
-        ("small", "fp8", ""),
-        ("moe", "llm.int8", ""),
+        ("draft", "int4", "--group-size 8"),
+        ("moe", "fp8-block", ""),
+        ("draft", "int8", "--calibrate equalize"),
         ("draft", "int2", "--calibrate tacq"),
         ("draft", "int8-dynamic", "--calibrate smoothquant"),
     ],
 )
-def test_quantize_model_saved_and_loaded(name, scheme, more, tmp_path, capsys, monkeypatch):
-    """--save OUT, then --checkpoint OUT: the saved model's logits bit for bit and the text of
-    quantizing while loading. OUT is smaller and has the tokenizer; quantizing it, or saving into
-    it, again is refused."""
+def test_quantize_model_saved_and_loaded(name, scheme, more, tmp_path, monkeypatch):
+    """--save OUT, then --checkpoint OUT: the saved model's logits bit for bit. OUT is smaller and
+    has the tokenizer; quantizing it, or saving into it, again is refused."""
     monkeypatch.setattr(W, "NUM_SEQUENCES", 2)
     folder, out, saved, save = REPO / "checkpoints" / name, tmp_path / "out", [], W.save
     monkeypatch.setattr(W, "save", lambda args, model: saved.append(model) or save(args, model))
     flags = "--checkpoint", folder, "--quantize", scheme, *more.split()
-    assert str(out) in quantize_main(capsys, *flags, "--save", out)
+    assert str(out) in quantize_main(*flags, "--save", out)
     opened, _ = LOAD.load(G.parse_args(["--checkpoint", str(out)]), torch.device("cpu"))
     tokens = random_tokens(opened.config, 1, 20)
     with torch.inference_mode():
@@ -6444,11 +6020,6 @@ def test_quantize_model_saved_and_loaded(name, scheme, more, tmp_path, capsys, m
     assert bool(kept) == ("tacq" in more)
     added = [m.bias for m in opened.modules() if getattr(m, "has_added_bias", False)]
     assert bool(added) == ("bias" in more) and all(b.abs().max() > 0 for b in added)
-    if "calibrate" not in more:
-        ask = "def main(", "--max-new-tokens", 12, "--temperature", 0, "--json"
-        texts = [quantize_main(capsys, *f, *ask) for f in (flags, ("--checkpoint", out))]
-        first, second = ([json.loads(text)[key] for key in ("tokens", "text")] for text in texts)
-        assert first == second
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     calibrated = more.split()[-1] if "calibrate" in more else None
     assert (config["scheme"], config.get("calibrated")) == (scheme, calibrated)
@@ -6461,44 +6032,13 @@ def test_quantize_model_saved_and_loaded(name, scheme, more, tmp_path, capsys, m
     assert (out / "tokenizer.model").read_bytes() == (folder / "tokenizer.model").read_bytes()
     again = ("already", "--checkpoint", out, *flags[2:]), ("--save", *flags, "--save", out)
     for word, *argv in again:
-        assert G.main([*map(str, argv), "--device", "cpu"]) == 2
-        assert word in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_quantize_works_in_every_mode_of_generate(tmp_path, capsys):
-    """--quantize in every mode of generate.py: flash and --compile give the plain run's tokens."""
-    requests, text, flags = tmp_path / "in.jsonl", tmp_path / "text.py", ["--quantize", "int4"]
-    requests.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in ("def f(", "class A:")))
-    text.write_text(Path(statistics.__file__).read_text()[:3000])
-    HF.save_checkpoint(first_layers(HF.load_checkpoint(SMALL), 2).bfloat16(), tmp_path)
-    shutil.copy(SMALL / "tokenizer.model", tmp_path)
-    shallow = [*flags, "--checkpoint", tmp_path]
-    ask = lambda line: quantize_main(capsys, *shallow, *line.split())
-    short, same = "--max-new-tokens 6 --temperature 0", ["", "--attention flash"]
-    same += ["--compile"] if has_compiler() else []
-    answers = [json.loads(ask(f"class {short} --json --dtype fp32 {more}")) for more in same]
-    assert [a["tokens"] for a in answers] == [answers[0]["tokens"]] * len(same)
-    assert len(answers[0]["tokens"]) == 6
-    for i, more in enumerate(("", "--kv-cache-dtype int8")):
-        ask(f"--batch {requests} --out {tmp_path}/{i} {short} {more}")
-        assert len((tmp_path / f"{i}").read_text().splitlines()) == 2
-        assert "error" not in (tmp_path / f"{i}").read_text()
-    ask("class --bench 1 --max-new-tokens 4")
-    assert ask(f"class {short} --n 2").strip()
-    assert ask("--bench-serving 3 --set input_tokens=4:6 --set output_tokens=3:4").strip()
-    score = ("--perplexity", text, "--json")
-    got, want = (json.loads(quantize_main(capsys, *f, *score)) for f in (flags, ()))
-    assert 0 < abs(got["nats_per_token"] / want["nats_per_token"] - 1) < 0.06
+        done = run_generate(*argv, "--device", "cpu")
+        assert done.code == 2 and word in done.err
 
 
 # --------------------------------------------------------------------------------------------------
 # quantize.py: FP8 and training
 # --------------------------------------------------------------------------------------------------
-
-
-def fp8_tiny(**changes) -> M.ModelConfig:
-    return tiny(**dict(n_layers=2, ffn_dim=96) | changes)
 
 
 def fp8_latent(**changes) -> M.ModelConfig:
@@ -6650,38 +6190,25 @@ def test_fp8_and_qat_convert_only_linear_layers(swap, skipped):
     assert plain(model) == stays and len(stays) < len(every)
     assert all(m.training for m in copy.deepcopy(model).modules())
     assert model.layers[1].mlp.experts is not M.loop_experts
-    assert not plain(swap(fp8_model(fp8_tiny()), skip=("proj", "layer", "0.mlp.down")))
-    assert plain(swap(fp8_model(fp8_tiny(tie_embeddings=True)), skip=())) == {"head"}
-    assert plain(swap(fp8_model(fp8_tiny()))) == skipped
+    assert not plain(swap(fp8_model(tiny()), skip=("proj", "layer", "0.mlp.down")))
+    assert plain(swap(fp8_model(tiny(tie_embeddings=True)), skip=())) == {"head"}
+    assert plain(swap(fp8_model(tiny()))) == skipped
 
 
-FP8_FAILS = {  # conversion of a model with widths of 64, 96 and, of its experts, 32
-    "recipe": (Q.fp8_training_, dict(recipe="up"), "'up'.*tensorwise, rowwise, blockwise"),
-    "gradients": (
-        Q.fp8_training_,
-        dict(recipe="rowwise", grad_dtype=torch.half),
-        "grad_dtype .*16",
-    ),
-    "groups": (
-        Q.qat_,
-        dict(spec=Q.QuantSpec(4, 64, False)),
-        "layers.0.mlp.down_proj: group_size 64",
-    ),
-    "groups of experts": (
-        Q.qat_,
-        dict(spec=Q.QuantSpec(4, 64, False), skip=("down_proj",)),
-        "w_down: group_size 64 .* 32",
-    ),
+def fp8_converted(convert, **options) -> nn.Module:
+    """A model with widths of 64, 96 and, of its experts, 32."""
+    return convert(fp8_model(fp8_latent(q_lora_rank=64, kv_lora_rank=64)), **options)
+
+
+fp8_grouped = partial(fp8_converted, Q.qat_, spec=Q.QuantSpec(4, 64, False))
+fp8_trained = partial(fp8_converted, Q.fp8_training_)
+FP8_REFUSED = {
+    "'up'.*tensorwise, rowwise, blockwise": partial(fp8_trained, recipe="up"),
+    "grad_dtype .*16": partial(fp8_trained, recipe="rowwise", grad_dtype=torch.half),
+    "layers.0.mlp.down_proj: group_size 64": fp8_grouped,
+    "w_down: group_size 64 .* 32": partial(fp8_grouped, skip=("down_proj",)),
 }
-REFUSED |= {
-    f"fp8: {name}": (
-        lambda convert=convert, options=options: convert(
-            fp8_model(fp8_latent(q_lora_rank=64, kv_lora_rank=64)), **options
-        ),
-        words,
-    )
-    for name, (convert, options, words) in FP8_FAILS.items()
-}
+REFUSED |= {f"fp8: {words}": (call, words) for words, call in FP8_REFUSED.items()}
 REFUSED["fp8: granularity"] = partial(Q.to_fp8, torch.ones(2, 3), "1x64"), "'1x64'.*1x128"
 
 
@@ -6729,100 +6256,29 @@ def test_fp8_qat_uses_the_straight_through_estimator(spec):
     assert outside.any() and torch.equal(got[inside], g[inside]) and (got[outside] == 0).all()
 
 
-def fp8_rounded_weights(model: M.Transformer, spec: Q.QuantSpec) -> M.Transformer:
-    """A plain model with the weights that qat_ quantizes rounded."""
-    plain = M.Transformer(model.config)
-    plain.load_state_dict(model.state_dict())
-    names = {f"{name}.weight" for name in quantize_kinds(plain, nn.Linear)}
-    names -= {"head.weight"} if model.config.tie_embeddings else set()
-    for name, w in plain.named_parameters():
-        if name in names or ".w_" in name:
-            w.data.copy_(quantize_by_loops(w.data.flatten(0, -2), spec)[3].view_as(w))
-    return plain
-
-
 def test_fp8_qat_of_a_model():
-    """Linears and expert stacks are quantized in the forward, and get gradients."""
-    spec, model = Q.QuantSpec(4, 16, False), fp8_model(fp8_latent())
-    tokens, want = random_tokens(model.config, 2, 20), fp8_rounded_weights(model, spec)
-    got = Q.qat_(model, spec)(tokens)
+    """The forward is that of the model quantized afterwards: linears and expert stacks are rounded,
+    and get gradients."""
+    plain = fp8_model(fp8_latent())
+    tokens, want = random_tokens(plain.config, 2, 20), copy.deepcopy(plain)
+    quantized = Q.quantize_(copy.deepcopy(plain), "int4", group_size=16)
+    want.load_state_dict(quantize_done(quantized), strict=False)
+    model = Q.qat_(plain, Q.QuantSpec(4, 16, False))
+    got = model(tokens)
     assert torch.equal(got, want(tokens))
     got.square().sum().backward()
     moe = model.layers[1].mlp
     assert moe.w_gate_up.grad.any() and moe.w_down.grad.any() and model.head.weight.grad.any()
 
 
-# ---- train.py --fp8, --qat ----
-
-
-@pytest.fixture(scope="module")
-def fp8_folder(corpus, tmp_path_factory) -> Path:
-    """A corpus and four configurations."""
-    path = tmp_path_factory.mktemp("training")
-    shutil.copy(corpus, path / "corpus.jsonl")
-    small = dict(vocab_size=4096, dim=32, n_heads=2, n_kv_heads=1)
-    changes = {"dense": {}, "one": dict(n_layers=1), "odd": dict(ffn_dim=80)}
-    configs = {name: fp8_tiny(**small, **change) for name, change in changes.items()}
-    for name, config in (configs | {"moe": fp8_latent(vocab_size=4096)}).items():
-        (path / f"{name}.json").write_text(json.dumps(config.to_hf()))
-    return path
-
-
-def fp8_train(folder: Path, out: Path, config: str, flags: str) -> int:
-    argv = f"--data {folder}/corpus.jsonl --model {folder}/{config}.json --out {out} --device cpu"
-    argv += " --batch-size 4 --seq-len 24 --steps 6 --save-every 2 --eval-every 3 --dtype bf16 "
-    return T.main((argv + flags).split())
-
-
-@quantize_cases(
-    "config, flags",
-    [("dense", "--qat int4")],
-    [("moe", "--fp8 blockwise"), ("moe", "--qat int4")],
-)
-def test_fp8_run_resumes_and_exports(flags, config, fp8_folder, tmp_path, capsys, monkeypatch):
-    """A resumed --fp8 or --qat run equals an uninterrupted one, and exports plain bf16 weights."""
-    whole, resumed, plain = (tmp_path / name for name in ("whole", "resumed", "plain"))
-    assert fp8_train(fp8_folder, whole, config, flags) == 0
-    assert f"bf16, {flags[2:5].upper()}{flags[5:]} on cpu" in capsys.readouterr().err
-    stop = lambda caught, wait, device: (len(metrics(resumed)) == 2, wait)
-    with monkeypatch.context() as patch:
-        patch.setattr(T, "sync_stop_and_data_wait", stop)
-        assert fp8_train(fp8_folder, resumed, config, flags) == 0 and len(metrics(resumed)) == 3
-    assert T.main(["--out", str(resumed), "--resume", "--device", "cpu"]) == 0
-    assert_same_run(resumed, whole)
-    model, state = HF.load_checkpoint(whole), weights(whole)
-    for name, p in model.named_parameters():
-        assert p.dtype == torch.bfloat16 and torch.equal(p, state[f"weight.{name}"].bfloat16())
-    assert fp8_train(fp8_folder, plain, config, "") == 0
-    assert metrics(plain)[-1]["loss"] != metrics(whole)[-1]["loss"]
-    exported = [load_file(out / "model.safetensors").keys() for out in (plain, whole)]
-    assert exported[0] == exported[1]
-
-
-def test_fp8_conflicting_flags_are_refused(fp8_folder, tmp_path, capsys):
-    """Both flags, another recipe at --resume, a wrong group size: exit code 2 names the flag."""
-    out = tmp_path / "run"
-    train = partial(fp8_train, fp8_folder, out)
-    resume = lambda *flags: T.main(["--out", str(out), "--resume", *flags])
-    said = lambda words: words in capsys.readouterr().err
-    assert train("dense", "--fp8 rowwise --qat int8") == 2 and said("--fp8 cannot be combined with")
-    assert train("odd", "--qat int4") == 2 and said("--qat int4 (groups of 32): layers.0.mlp.down")
-    assert train("dense", "--qat int8") == 0 and said("QAT int8")
-    assert resume("--fp8", "rowwise") == 2 and said("--fp8 rowwise differs from the run's None")
-    _, step, about = SD.saved_run(out)
-    about["run"] = {k: v for k, v in about["run"].items() if k not in ("fp8", "qat")}
-    T.Checkpoints(out / SD.CHECKPOINTS, sync=True).save(step + 1, SD.read_state(out), about)
-    assert resume("--qat", "int4") == 2 and said("--qat int4 differs from the run's None")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", ["--fp8 blockwise", "--qat int4"])
-def test_fp8_compiled_run_equals_eager(flags, fp8_folder, tmp_path):
-    """--compile with --fp8 or --qat gives the losses of the eager run."""
-    outs = tmp_path / "eager", tmp_path / "compiled"
-    for out, more in zip(outs, ("", " --compile"), strict=True):
-        assert fp8_train(fp8_folder, out, "one", f"{flags} --dtype fp32{more}") == 0
-    assert losses(metrics(outs[1])) == pytest.approx(losses(metrics(outs[0])), rel=2e-3)
+@pytest.mark.parametrize("flags", one_in(2, ["--qat int8", "--fp8 blockwise"]))
+def test_fp8_run_exports_a_plain_model(flags, train_runs):
+    """--fp8 or --qat changes the losses, and the exported weights are the plain model's."""
+    runs = [train_runs.finished(x) for x in (flags, "")]
+    assert losses(metrics(runs[0])) != losses(metrics(runs[1]))
+    exported = [load_file(run / "model.safetensors") for run in runs]
+    assert exported[0].keys() == exported[1].keys()
+    assert all(x.dtype == exported[1][name].dtype for name, x in exported[0].items())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -6905,7 +6361,7 @@ def test_quantize_model_tacq_beats_random_and_magnitude(quantize_calibration, mo
     assert losses["tacq"] < min(losses["magnitude"], losses["random"]), losses
 
 
-@pytest.mark.parametrize("folder", [SMALL, MOE], ids=["llama", "deepseek"])
+@pytest.mark.parametrize("folder", [DRAFT, MOE], ids=["llama", "deepseek"])
 @pytest.mark.parametrize("method", one_in(2, ["awq", "smoothquant"]))
 def test_quantize_model_folds_keep_the_models_output(folder, method, quantize_calibration):
     """AWQ's and SmoothQuant's folds change most norms, and the logits by at most 1e-5 of them."""
@@ -7015,13 +6471,13 @@ def test_quantize_model_report(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(W, "BATCH_SIZES", (1, 2))
     flags = "--checkpoint", DRAFT, "--dtype", "bf16", "--json", "--choices"
     task = write_lines(tmp_path / "task", (q._asdict() for q in python_task()[:12]))
-    shown = quantize_main(capsys, *flags, task, "--quantize-report")
+    shown = quantize_main(*flags, task, "--quantize-report")
     rows = {r["scheme"]: r for r in json.loads(shown)}
     base, int8, int4, gptq = rows.values()
     assert list(rows) == names and (base["kl"], base["agreement"], base["slower"]) == (0, 1, [])
     assert base["megabytes"] > int8["megabytes"] > int4["megabytes"]
     assert int4["kl"] > gptq["kl"] > int8["kl"] > 0
-    found = json.loads(quantize_main(capsys, *flags, task, "--quantize", "int4"))
+    found = json.loads(quantize_main(*flags, task, "--quantize", "int4"))
     assert int4["accuracy"] == [found["acc"], found["acc_norm"]]
     for row in rows.values():
         delta = [a - b for a, b in zip(row["accuracy"], base["accuracy"], strict=True)]
@@ -17457,23 +16913,6 @@ def test_time_sharing_groups_attain_no_less_than_fcfs_and_edf():
 # --------------------------------------------------------------------------------------------------
 
 
-class SymmetricSpec(C.MinMaxSpec):
-    """Symmetric, without zero points: one scale per row (group_size None) or per tensor (0)."""
-
-    def __init__(self, bits, group_size=None):
-        self.top, self.group_size = 2 ** (bits - 1) - 1, group_size
-
-    def choose_qparams(self, w):
-        most = w.abs().amax() if self.group_size == 0 else w.abs().amax(1)
-        return (most / self.top).clamp(min=1e-8).view(-1, 1), None
-
-    def quantize(self, w, scales, zeros):
-        return (w / scales).round().clamp(-self.top, self.top).to(torch.int8)
-
-    def dequantize(self, qweight, scales, zeros):
-        return qweight * scales
-
-
 def calibrate_layer(seed, N=24, K=192, kind="correlated"):
     """A weight and inputs of a kind: ordinary ones, and degenerate ones."""
     g = seeded(seed)
@@ -17496,7 +16935,7 @@ def calibrate_error(W, got, x):
 
 
 def calibrate_id(x) -> str:
-    return f"{type(x).__name__}{x.group_size}" if isinstance(x, C.MinMaxSpec) else str(x)
+    return f"{type(x).__name__}{x.group_size}" if hasattr(x, "group_size") else str(x)
 
 
 # ---- statistics ----
@@ -17570,15 +17009,14 @@ def gptq_by_least_squares(W, H, spec, act_order=False, damp=0.01, keep=None):
     "spec, kind, options",
     [
         (C.MinMaxSpec(3, 32), "correlated", dict(block_size=1)),
-        (C.MinMaxSpec(2, 64), "correlated", dict(block_size=32)),  # less than a group
-        (C.MinMaxSpec(2, 64), "correlated", dict(block_size=40)),
+        (C.MinMaxSpec(2, 64), "correlated", dict(block_size=40)),  # less than a group
         (C.MinMaxSpec(3, 32), "correlated", dict(block_size=40)),  # part of a group
         (C.MinMaxSpec(3, 32), "correlated", dict(block_size=128)),  # 192 is no multiple
         (C.MinMaxSpec(2, 32), "white", dict(block_size=1000)),
         (C.MinMaxSpec(3, 32), "correlated", dict(act_order=True)),
-        (SymmetricSpec(3), "correlated", dict(act_order=True, block_size=40)),
-        (SymmetricSpec(3), "correlated", dict(damp=0.1)),
-        (SymmetricSpec(4), "dead", dict()),
+        (Q.QuantSpec(3), "correlated", dict(act_order=True, block_size=40)),
+        (Q.QuantSpec(3), "correlated", dict(damp=0.1)),
+        (Q.QuantSpec(4), "dead", dict()),
         (C.MinMaxSpec(3, 32), "dead", dict(act_order=True)),
         (C.MinMaxSpec(2, 32), "correlated", dict(keep=0.02)),
         (C.MinMaxSpec(3, 32), "white", dict(keep=0.02, act_order=True)),
@@ -17606,50 +17044,33 @@ def test_calibrate_gptq_equals_least_squares(spec, kind, options):
         assert got is near is None or torch.equal(got[static], near[static])
 
 
-def test_calibrate_gptq_falls_back_to_rounding_per_row():
-    """With a spec that rounds a single column badly, every row is rounded to nearest."""
-
-    class Bad(C.MinMaxSpec):
-        quantize = lambda self, w, *qparams: super().quantize(w, *qparams) ^ (7 * (w.shape[1] == 1))
-
-    W, x = calibrate_layer(0)
-    nearest = Bad(3, 32).choose_qparams(W)
-    want = Bad(3, 32).quantize(W, *nearest), *nearest
-    assert all(map(torch.equal, C.gptq(W, x.t() @ x, Bad(3, 32)), want))
-
-
-@pytest.mark.parametrize(
-    "seeds", [[0], pytest.param([1, 2], marks=pytest.mark.slow)], ids=["0", "1-2"]
-)
 @pytest.mark.parametrize(
     "spec",
-    [C.MinMaxSpec(2, 32), C.MinMaxSpec(3, 64), C.MinMaxSpec(4, 32)]
-    + [SymmetricSpec(3), SymmetricSpec(4, 0)],
+    [C.MinMaxSpec(2, 32), C.MinMaxSpec(4, 64), Q.QuantSpec(3), Q.QuantSpec(4, 0)],
     ids=calibrate_id,
 )
 @pytest.mark.parametrize(
     "kind", ["white", "correlated", "rank-deficient", "one-row", "one output", "dead", "all-zero"]
 )
-def test_calibrate_gptq_never_exceeds_rounding_error(kind, spec, seeds):
+def test_calibrate_gptq_never_exceeds_rounding_error(kind, spec):
     """No row's error exceeds that of rounding; on ordinary layers it is below 0.8 of it."""
-    for seed in seeds:
-        W, x = calibrate_layer(seed, N=1 if kind == "one output" else 24, kind=kind)
-        W, H, keep = W.bfloat16(), x.t() @ x, torch.rand(W.shape, generator=seeded(seed)) < 0.02
-        near = C.round_to_nearest(spec, W.float())
-        plain = calibrate_error(W, near, x)
-        torch.testing.assert_close(C.output_error(W, near, H), plain.sum(), rtol=1e-3, atol=1e-9)
-        noise = 1e-6 * H.diagonal().sum()  # of fp32 sums, where the true error is zero
-        for act_order, damp in product((False, True), (0.01, 0.0)):
-            got = spec.dequantize(*C.gptq(W, H, spec, act_order=act_order, damp=damp))
-            ours = calibrate_error(W, got, x)
-            assert (ours <= plain * (1 + 1e-4) + noise).all()
-            if kind == "correlated" and damp:
-                assert ours.sum() < 0.8 * plain.sum()
-        W = torch.where(keep, 50 * W, W)
-        nearest = C.choose_qparams_masked(spec, W.float(), keep)
-        for q in (C.gptq(W, H, spec, keep=keep), (spec.quantize(W.float(), *nearest), *nearest)):
-            ours, plain = calibrate_error(W, torch.where(keep, W, spec.dequantize(*q)), x), ours
-        assert (plain <= ours * (1 + 1e-4) + noise).all()
+    W, x = calibrate_layer(0, N=1 if kind == "one output" else 24, kind=kind)
+    W, H, keep = W.bfloat16(), x.t() @ x, torch.rand(W.shape, generator=seeded()) < 0.02
+    near = C.round_to_nearest(spec, W.float())
+    plain = calibrate_error(W, near, x)
+    torch.testing.assert_close(C.output_error(W, near, H), plain.sum(), rtol=1e-3, atol=1e-9)
+    noise = 1e-6 * H.diagonal().sum()  # of fp32 sums, where the true error is zero
+    for act_order, damp in product((False, True), (0.01, 0.0)):
+        got = spec.dequantize(*C.gptq(W, H, spec, act_order=act_order, damp=damp))
+        ours = calibrate_error(W, got, x)
+        assert (ours <= plain * (1 + 1e-4) + noise).all()
+        if kind == "correlated" and damp:
+            assert ours.sum() < 0.8 * plain.sum()
+    W = torch.where(keep, 50 * W, W)
+    nearest = C.choose_qparams_masked(spec, W.float(), keep)
+    for q in (C.gptq(W, H, spec, keep=keep), (spec.quantize(W.float(), *nearest), *nearest)):
+        ours, plain = calibrate_error(W, torch.where(keep, W, spec.dequantize(*q)), x), ours
+    assert (plain <= ours * (1 + 1e-4) + noise).all()
 
 
 def test_calibrate_kept_weights_do_not_enlarge_the_scale():
@@ -17795,16 +17216,6 @@ def test_calibrate_cross_layer_equalization_keeps_swiglu_and_balances_ranges():
     torch.testing.assert_close(s, torch.where(dead, 1, r1 / even))
 
 
-def test_calibrate_bias_correction_restores_the_mean():
-    """For inputs with a nonzero mean, the mean output error goes from above 0.5 to ~0."""
-    W = torch.randn(12, 32, generator=seeded())
-    x = torch.randn(400, 32, generator=seeded(1)) + 2 * torch.randn(32, generator=seeded(2))
-    near = C.round_to_nearest(C.MinMaxSpec(2, 32), W)
-    error = (x @ W.t() - x @ near.t()).mean(0)
-    assert error.abs().max() > 0.5
-    torch.testing.assert_close(C.bias_correction(W, near, x.mean(0)), error, rtol=0, atol=1e-4)
-
-
 # ---- TaCQ ----
 
 
@@ -17892,37 +17303,11 @@ def sparse_normal(*shape, seed=0, dtype=torch.float32) -> torch.Tensor:
     return normal(*shape, dtype=dtype, rng=seeded(seed))
 
 
-class SparseMLP(nn.Module):
-    def __init__(self, dim=16):
-        super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(dim, 2 * dim), nn.Linear(dim, 2 * dim)
-        self.down_proj = nn.Linear(2 * dim, dim)
-
-    def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+SPARSE_CONFIG = tiny(n_layers=2, tie_embeddings=True, qkv_bias=True)
 
 
-class SparseModel(nn.Module):
-    """Two layers, an embedding that the head shares, and a subclass of Linear."""
-
-    def __init__(self, dim=16):
-        super().__init__()
-        self.embed = nn.Embedding(32, dim)
-        self.layers = nn.ModuleList(SparseMLP(dim) for _ in range(2))
-        self.special = type("Special", (nn.Linear,), {})(dim, dim)
-        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, 32, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = x + layer(x)
-        return self.head(self.norm(self.special(x)))
-
-
-def sparse_model(seed=1, **to):
-    torch.manual_seed(seed)
-    return SparseModel().to(DEVICE, **to).eval().requires_grad_(False)
+def sparse_model(seed: int = 0, dtype=torch.float32) -> M.Transformer:
+    return random_model(SPARSE_CONFIG, seed).to(DEVICE, dtype)
 
 
 # ---- pruning and packed formats ----
@@ -18062,8 +17447,13 @@ def test_sparse_folding_the_permutation_keeps_the_output():
 # ---- the kernel ----
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("n, m", [(1, 4), (2, 4), (2, 8), (4, 32), (3, 8), (2, 3)])
+@pytest.mark.parametrize(
+    "n, m, dtype",
+    [
+        *((n, m, torch.float32) for n, m in ((1, 4), (2, 4), (2, 8), (4, 32), (3, 8), (2, 3))),
+        *((3, 8, dtype) for dtype in (torch.float16, torch.bfloat16, torch.float64)),
+    ],
+)
 def test_sparse_gather_gemv(n, m, dtype, monkeypatch):
     """gather_gemv and its reference == the masked dense matmul, for x of any shape and strides, K
     of more than one tile; inputs of pruned weights are not read."""
@@ -18116,11 +17506,11 @@ def test_sparse_semi_structured():
 def test_sparse_sparsify_equals_masked_dense_weights():
     """sparsify_ replaces every plain, untied Linear by one that equals the masked dense weight, by
     magnitude or by a given importance of each name."""
-    names = [f"layers.{i}.{x}_proj" for i in range(2) for x in ("gate", "up", "down")]
+    names = [n for n in quantize_kinds(sparse_model(), nn.Linear) if n.startswith("layers.0.")]
     for importance in (None, lambda name, w: asked.append(name) or w.abs().flip(1)):
         asked, dense = [], sparse_model()
-        sparse = Z.sparsify_(sparse_model(), 2, 8, importance=importance)
-        assert [n for n, x in sparse.named_modules() if type(x) is Z.SparseLinear] == names
+        sparse = Z.sparsify_(sparse_model(), 2, 8, skip=("layers.1",), importance=importance)
+        assert [*quantize_kinds(sparse, Z.SparseLinear)] == names
         assert asked == (names if importance else [])
         for name in names:
             layer, linear = sparse.get_submodule(name), dense.get_submodule(name)
@@ -18132,9 +17522,9 @@ def test_sparse_sparsify_equals_masked_dense_weights():
             assert torch.equal(layer.weight, linear.weight)
         for shape in ((1, 1), (2, 9)):  # by the kernel, and by the dense matmul
             tokens = torch.arange(shape[0] * shape[1], device=DEVICE).view(shape)
-            torch.testing.assert_close(sparse(tokens), dense(tokens), rtol=1e-4, atol=1e-5)
+            close(sparse(tokens), dense(tokens), 1e-5)
     assert "2:8" in repr(sparse)
-    assert sparse.layers[0](torch.empty(0, 16, device=DEVICE)).shape == (0, 16)
+    assert sparse.layers[0].mlp(torch.empty(0, 48, device=DEVICE)).shape == (0, 48)
 
 
 def test_sparse_linear_uses_the_kernel_for_few_rows(monkeypatch):
@@ -18154,36 +17544,32 @@ def test_sparse_linear_uses_the_kernel_for_few_rows(monkeypatch):
         layer(sparse_normal(2, 16, dtype=torch.float64))
 
 
-@pytest.mark.parametrize(
-    "skip, n_swapped",
-    [((), 6), (["layers.0"], 3), (["down_proj"], 4), (["layers.1.up_proj"], 5), ("layers", 0)]
-    + [(["proj"], 6), (["layer"], 6), (["0.up_proj", "norm"], 5)],
-)
-def test_sparse_sparsify_skips(skip, n_swapped):
-    """skip matches a name, or a dotted part of one, not a part of a word."""
-    swapped = Z.sparsify_(sparse_model(), skip=skip).modules()
-    assert sum(type(x) is Z.SparseLinear for x in swapped) == n_swapped
-
-
-def test_sparse_sparsify_skips_shared_weights():
-    """A tied head, one Linear in two places, and two that share a parameter stay dense."""
-    a, b, c = (nn.Linear(8, 8) for _ in range(3))
+def test_sparse_sparsify_skips():
+    """skip matches a name, or a dotted part of one, not a part of a word. A tied head, a subclass,
+    one Linear in two places, and two that share a parameter stay dense."""
+    for skip, n_swapped in (
+        *(((), 14), (["layers.0"], 7), (["down_proj"], 12), (["layers.1.mlp.up_proj"], 13)),
+        *(("layers", 0), (["proj"], 14), (["layer"], 14), (["0.mlp.up_proj", "norm"], 13)),
+    ):
+        sparse = Z.sparsify_(sparse_model(), skip=skip)
+        assert len(quantize_kinds(sparse, Z.SparseLinear)) == n_swapped, skip
+        assert sparse.head.weight is sparse.embed.weight and type(sparse.head) is nn.Linear
+    a, b, c, own = (kind(8, 8) for kind in (*[nn.Linear] * 3, type("Own", (nn.Linear,), {})))
     b.weight = c.weight
-    net = Z.sparsify_(nn.Sequential(a, nn.Sequential(a), b, c, nn.Linear(8, 8)))
-    assert [type(x) is Z.SparseLinear for x in net] == [False, False, False, False, True]
-    tied = Z.sparsify_(sparse_model())
-    assert tied.head.weight is tied.embed.weight and type(tied.head) is nn.Linear
+    net = Z.sparsify_(nn.Sequential(a, nn.Sequential(a), b, c, own, nn.Linear(8, 8)))
+    assert [type(x) is Z.SparseLinear for x in net] == [False] * 5 + [True]
 
 
 def test_sparse_sparsify_on_meta_and_state_dict():
     """A model sparsified on meta, or one of other weights, loads the state dict of a real one."""
     real = Z.sparsify_(sparse_model(dtype=torch.bfloat16), 4, 8)
     with torch.device("meta"):
-        skeleton = Z.sparsify_(SparseModel().to(torch.bfloat16), 4, 8)
+        skeleton = Z.sparsify_(M.Transformer(SPARSE_CONFIG).to(torch.bfloat16), 4, 8)
     saved, tokens = real.state_dict(), torch.arange(20, device=DEVICE)[None]
     shapes = lambda state: {name: (x.shape, x.dtype) for name, x in state.items()}
     assert shapes(skeleton.state_dict()) == shapes(saved)
-    assert {"layers.0.up_proj." + x for x in ("values", "indices", "bias")} <= saved.keys()
+    layer = "layers.0.attention.q_proj."
+    assert {layer + x for x in ("values", "indices", "bias")} <= saved.keys()
     assert not any("proj.weight" in name for name in saved)
     skeleton.load_state_dict(saved, assign=True)
     skeleton.head.weight = skeleton.embed.weight
@@ -18271,6 +17657,7 @@ def test_sparse_a_failed_call_changes_nothing():
 
 
 SPARSE_COMPILE = """
+from quantization import sparse as Z
 Z._can_use_triton = lambda _: True
 
 def gemv(n=2, m=4, M=1, N=64, K=4096, dtype=torch.bfloat16, bias=None):
@@ -18296,11 +17683,8 @@ SPARSE_CASES = [
 def test_sparse_kernel_compiles_for_gpus(arch, tmp_path):
     """It compiles for each arch with 16-byte loads; other aligned sizes do not recompile."""
     again = ["n = len(built)", "gemv(N=128, K=8192)", "assert len(built) == n"]
-    imports = "import attention as A\nfrom quantization import sparse as Z\n"
-    code = COMPILE.replace("import attention as A\n", imports)
-    code = code.replace("busy = dict", SPARSE_COMPILE + "\nbusy = dict", 1)
-    cases = *SPARSE_CASES, *again, "gemv(3, 8, N=37, K=5 * 8)"
-    lines = compile_kernels(code, tmp_path, arch, *cases).splitlines()
+    cases = SPARSE_COMPILE, *SPARSE_CASES, *again, "gemv(3, 8, N=37, K=5 * 8)"
+    lines = compile_kernels(COMPILE, tmp_path, arch, *cases).splitlines()
     assert len(lines) == len(SPARSE_CASES) + 3 and lines[-1] == str(["_gather_kernel"])
     assert all("16-byte" in line for line in lines[: len(SPARSE_CASES)]), lines
 
@@ -18322,23 +17706,12 @@ def gemm_randint(low, high, *shape, dtype=torch.uint8):
 
 def gemm_weight(N, K, group):
     """qweight, scales, zeros of a random weight: int8 per row, or int4 in groups."""
-    if group is None:
-        q = gemm_randint(-128, 128, N, K, dtype=torch.int8)
-        return q, gemm_normal(N, 1).abs() + 0.01, None
-    scales = (gemm_normal(N, K // group).abs() + 0.01).bfloat16()
-    return gemm_randint(0, 256, N, K // 2), scales, gemm_randint(0, 16, N, K // group)
+    scheme = Q.get_scheme("int4", group) if group else Q.SCHEMES["int8"]
+    return scheme.quantize(gemm_normal(N, K))
 
 
 def gemm_dequantize(q, scales, zeros):
-    """Column by column, from the definition of the format."""
-    if zeros is None:
-        return q.float() * scales
-    columns = []
-    for j in range(2 * q.shape[1]):
-        g = j * zeros.shape[1] // (2 * q.shape[1])
-        code = q[:, j // 2] // 16 if j % 2 else q[:, j // 2] % 16
-        columns.append((code.float() - zeros[:, g].float()) * scales[:, g].float())
-    return torch.stack(columns, 1)
+    return Q.dequantize(Q.unpack(q, 8 if zeros is None else 4), scales, zeros)
 
 
 @pytest.fixture
@@ -18362,7 +17735,7 @@ GEMM_CALLS += [(1, 1, 256, None, 2)]  # the first row of the tile is also its la
 
 
 @pytest.mark.parametrize(
-    "M, N, K, group, n_splits", one_in(2, [pytest.param(*call) for call in GEMM_CALLS])
+    "M, N, K, group, n_splits", one_in(3, [pytest.param(*call) for call in GEMM_CALLS])
 )
 def test_gemm_weight_only(M, N, K, group, n_splits, one_sm):
     """The kernels for one row of x and for many, with any split of K, and the plain-torch reference
@@ -18413,12 +17786,6 @@ def test_gemm_weight_only_compiles_to_one_graph(M, group, one_sm):
     torch.library.opcheck(X._weight_only_op, (x, *weight, None, 0), test_utils=checks)
     args = X.permute_for_gemv(x[:1], 4 if group else 8), *weight, None, 0, x.dtype
     torch.library.opcheck(X._gemv_op, args, test_utils=checks)
-
-
-def test_gemm_n_splits_depends_on_the_shape():
-    """At most two tiles per SM, at least four K steps per program."""
-    assert X._n_splits(64, 32, 132) == 4 and X._n_splits(64, 8, 132) == 2
-    assert X._n_splits(1000, 99, 132) == 1 and X._n_splits(1, 1, 132) == 1
 
 
 @pytest.mark.parametrize("scheme, size", [("int8", None), ("int4", 32)])
@@ -18541,20 +17908,12 @@ def test_gemm_does_not_read_past_a_row():
     assert X.gemm(a, b).isnan().tolist() == [[False, True], [True, True]]
 
 
-def test_gemm_fp8_equals_dequantized_matmul():
-    """quantize.py's tiles of 1 x 128 and 128 x 128 are the blocks that gemm takes."""
-    x, w = gemm_normal(5, 300), gemm_normal(140, 300)
-    (a, sa), (b, sb) = Q.to_fp8(x, "1x128"), Q.to_fp8(w, "128x128")
-    got = X.gemm(a, b, a_scale=sa, b_scale=sb, dtype=torch.float32)
-    close(got, Q.from_fp8(a, sa) @ Q.from_fp8(b, sb).T, GEMM_FP8_SUM)
-
-
 @pytest.mark.parametrize("dtype", one_in(2, [E4M3, E5M2]))
 def test_gemm_block_scaled_matmul(dtype):
     """block_scaled_matmul == quantize.py's fp8_matmul: with gradients in e5m2, with scales of 1 x
     128 on both sides, in an fp8-block layer, and in a layer that is trained, compiled or not."""
     matmul = partial(X.block_scaled_matmul, fallback=None)
-    x, w = gemm_normal(150, 300), gemm_normal(140, 300)
+    x, w = gemm_normal(129, 300), gemm_normal(140, 300)
     for granularity in ("128x128", "1x128"):
         a, b = Q.to_fp8(x, "1x128", dtype), Q.to_fp8(w, granularity)
         close(matmul(a, b), Q.fp8_matmul(a, b), 1e-5)
@@ -18606,6 +17965,7 @@ REFUSED |= {f"gemm: {i}": (call, words) for i, (words, call) in enumerate(gemm_r
 
 
 GEMM_COMPILE = """
+from quantization import gemm as X
 X._can_use_triton, X._processors = lambda _: True, lambda _: 132
 h, bf, f32, f8 = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
 
@@ -18625,14 +17985,15 @@ def mm(dtype, scales=0, M=256, N=512, K=1024, half=0.5, tree=None, b=None):
     X.gemm(a, b, most if tree is None else tree, **scales)
 
 def compile_all(arch):
-    for dtype in (bf, h, f32) if arch == 90 else (bf, f32):
+    rows = {bf: (1, 2, 32, 64), h: (1, 64), f32: (1, 2)} if arch == 90 else {bf: (1, 64), f32: (2,)}
+    for dtype, M in ((dtype, M) for dtype in rows for M in rows[dtype]):
         groups = ((4, 32), (4, 64)) if (dtype, arch) == (bf, 90) else ()
-        for M in (1, 2, 32, 64):
-            for bits, group in ((8, None), (4, 128), *groups):
-                wo(bits, M, group, dtype)
-    wo(8, 1, K=4112), wo(8, 16, K=4100), wo(4, 1, 64, K=11008), wo(4, 16, 32, K=4128)
+        for bits, group in ((8, None), (4, 128), *groups):
+            wo(bits, M, group, dtype)
+    if arch == 90:
+        wo(8, 1, K=4112), wo(8, 16, K=4100), wo(4, 1, 64, K=11008), wo(4, 16, 32, K=4128)
     wo(4, 17, 32, n_splits=2), wo(4, 1, 32, N=1024, n_splits=2, bias=torch.zeros(1024))
-    for dtype in (bf, h, f32, torch.int8, f8)[: 5 if arch >= 90 else 4]:
+    for dtype in (*rows, torch.int8, *[f8] * (arch >= 90)):
         for M in (64, 256):
             for scales in (0, 128) if dtype.itemsize == 1 else (0,):
                 mm(dtype, scales, M)
@@ -18653,10 +18014,8 @@ def test_gemm_kernels_compile_for_gpus(arch, tmp_path):
     flat += ["assert ['async_copy_global_to_local' in k.asm['ttgir'] for k in flat] == [True] * 2"]
     again = ["n = len(built)", "wo(4, 24, 32, N=8192, K=8192, n_splits=2)"]
     again += ["mm(bf, M=512, K=2048, half=0.25)", "assert len(built) == n, built[n:]"]
-    imports = "import attention as A\nfrom quantization import gemm as X\n"
-    code = COMPILE.replace("import attention as A\n", imports)
-    code = code.replace("busy = dict", GEMM_COMPILE + "\nbusy = dict", 1)
-    printed = compile_kernels(code, tmp_path, arch, *flat, "compile_all(arch)", *again)
+    cases = GEMM_COMPILE, *flat, "compile_all(arch)", *again
+    printed = compile_kernels(COMPILE, tmp_path, arch, *cases)
     kernels = ("gemm", "gemv", "reduce_splits", "skinny_gemm")
     assert printed.strip() == str([f"_{name}_kernel" for name in kernels])
 
@@ -18719,12 +18078,12 @@ def gguf_opened(path: Path, *flags: str) -> tuple[M.Transformer, K.Tokenizer]:
 
 @needs_gguf
 @pytest.mark.parametrize("scheme, gap", [("bf16", 0.02), ("q8_0", 0.1), ("q4_0", 0.1)])
-def test_gguf_llama_cpp_generates_the_same(scheme, gap, tmp_path, capsys):
+def test_gguf_llama_cpp_generates_the_same(scheme, gap, tmp_path):
     """The shipped model, written as GGUF: the ids of llama.cpp for every prompt, and its greedy
     tokens but for ties. Read again, the text is that of the folder with the same --quantize."""
     path = tmp_path / "small.gguf"
     flags = [] if scheme == "bf16" else ["--quantize", scheme]
-    quantize_main(capsys, *flags, "--save", path)
+    quantize_main(*flags, "--save", path)
     tensors = GGUF.Header(path).tensors.items()
     assert {tensor.type for name, tensor in tensors if "norm" in name} == {"F32"}
     model, tokenizer = gguf_opened(path, "--dtype", "fp32")
@@ -18737,7 +18096,7 @@ def test_gguf_llama_cpp_generates_the_same(scheme, gap, tmp_path, capsys):
         assert lost.max() < gap and (lost == 0).float().mean() > 0.9, lost.max()
     ask = GOLDEN_PROMPT, "--max-new-tokens", 24, "--temperature", 0, "--json"
     sources = (*flags, "--checkpoint", SMALL), ("--checkpoint", path)
-    texts = [json.loads(quantize_main(capsys, *source, *ask))["text"] for source in sources]
+    texts = [json.loads(quantize_main(*source, *ask))["text"] for source in sources]
     assert texts[0] == texts[1]
     packed = quantize_kinds(gguf_opened(path)[0], Q.QuantizedLinear)
     assert len(packed) == (0 if scheme == "bf16" else 42)
@@ -18974,21 +18333,13 @@ def gguf_mixed(path: Path) -> dict[str, torch.Tensor]:
     add("token_embd.weight", "Q4_K", 300, 256)
     add("output_norm.weight", "F32", 256)
     add("output.weight", "Q6_K", 300, 256)
-    for i, kinds in enumerate(
-        [
-            "Q4_0 Q8_0 Q5_K F16 Q6_K Q4_0 Q8_0",
-            "Q4_K Q5_K Q4_0 BF16 Q8_0 F32 Q4_K",
-            "Q4_K Q4_K Q6_K Q4_K Q5_1 Q4_1 Q5_0",
-        ]
-    ):
-        shapes = dict(
-            attn_q=(256, 256), attn_k=(128, 256), attn_v=(128, 256), attn_output=(256, 256)
-        )
-        shapes |= dict(ffn_gate=(512, 256), ffn_up=(512, 256), ffn_down=(256, 512))
-        for (stem, shape), kind in zip(shapes.items(), kinds.split(), strict=True):
-            add(f"blk.{i}.{stem}.weight", kind, *shape)
-        for stem in ("attn_norm", "ffn_norm"):
-            add(f"blk.{i}.{stem}.weight", "F32", 256)
+    shapes = dict(attn_q=(256, 256), attn_k=(128, 256), attn_v=(128, 256), attn_output=(256, 256))
+    shapes |= dict(ffn_gate=(512, 256), ffn_up=(512, 256), ffn_down=(256, 512))
+    shapes |= dict(attn_norm=(256,), ffn_norm=(256,))
+    kinds = "Q4_0 Q8_0 Q5_K F16 Q6_K Q4_0 Q8_0", "Q4_K Q5_K Q4_0 BF16 Q8_0 F32 Q4_K"
+    for i, names in enumerate((*kinds, "Q4_K Q4_K Q6_K Q4_K Q5_1 Q4_1 Q5_0")):
+        for stem, kind in zip(shapes, [*names.split(), "F32", "F32"], strict=True):
+            add(f"blk.{i}.{stem}.weight", kind, *shapes[stem])
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256))]
     tokens += [f"t{i}" for i in range(300 - len(tokens))]
     writer.add_tokenizer_model("llama"), writer.add_token_list(tokens)
@@ -19015,9 +18366,7 @@ def test_gguf_formats_by_layer(tmp_path):
     }  # fmt: skip
     names = {f"attn_{x}": f"attention.{x}_proj" for x in "qkv"}
     names |= {f"ffn_{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")}
-    names |= dict(
-        attn_output="attention.o_proj", attn_norm="attention_norm", ffn_norm="mlp_norm"
-    )
+    names |= dict(attn_output="attention.o_proj", attn_norm="attention_norm", ffn_norm="mlp_norm")
     top = dict(token_embd="embed", output_norm="norm", output="head")
     for name, tensor in want.items():
         stem, layer = name.split(".")[-2], name.split(".")[1]
@@ -19055,19 +18404,14 @@ def test_gguf_quantized_experts_stay_quantized(scheme, tmp_path):
     assert bitwise_equal(quantize_raw(again), quantize_raw(model))
 
 
-def gguf_header(path: Path) -> int:
-    """Bytes before the first tensor."""
-    return min(tensor.offset for tensor in GGUF.Header(path).tensors.values())
-
-
 @needs_gguf
-def test_gguf_damaged_files_are_refused(tmp_path, capsys):
+def test_gguf_damaged_files_are_refused(tmp_path):
     """Cut anywhere, or with changed counts, lengths, types, shapes or offsets: one ValueError that
     names the file. A changed value gives another model, or the error; never another exception."""
     path, bad = tmp_path / "whole.gguf", tmp_path / "bad.gguf"
     gguf_mixed(path)
     data, rng = path.read_bytes(), random.Random(0)
-    end = gguf_header(path)
+    end = min(tensor.offset for tensor in GGUF.Header(path).tensors.values())
 
     def refused(changed: bytes) -> bool:
         bad.write_bytes(changed)
@@ -19154,8 +18498,7 @@ def test_gguf_metadata_of_converters(tmp_path):
 
 
 @needs_gguf
-@pytest.mark.parametrize("key, value, words", GGUF_CHANGES)
-def test_gguf_unknown_metadata_is_refused(key, value, words, tmp_path, monkeypatch, capsys):
+def test_gguf_unknown_metadata_is_refused(tmp_path, monkeypatch):
     """generate.py: exit code 2 and one line with the file and the field."""
     path, init = tmp_path / "file.gguf", GGUF.Header.__init__
     gguf_mixed(path)
@@ -19167,31 +18510,10 @@ def test_gguf_unknown_metadata_is_refused(key, value, words, tmp_path, monkeypat
         header.place([]) if key == "general.alignment" else None
 
     monkeypatch.setattr(GGUF.Header, "__init__", changed)
-    assert G.main(["--checkpoint", str(path), "x"]) == 2
-    line = capsys.readouterr().err.strip().splitlines()
-    assert len(line) == 1 and str(path) in line[0] and words in line[0], line
-
-
-@needs_gguf
-@pytest.mark.parametrize(
-    "argv, words",
-    [
-        ("--checkpoint nowhere.gguf", "nowhere.gguf: No such file"),
-        ("--checkpoint FILE.gguf", "FILE.gguf: magic"),
-        ("--save FILE.gguf", "--save .*FILE.gguf: exists"),
-        ("--save OUT.gguf --quantize int8", "--save .*: GGUF has q8_0 and q4_0"),
-        ("--save OUT.gguf --dummy small", "--dummy"),
-        ("--save OUT", "--quantize"),
-    ],
-)
-def test_gguf_bad_flags_are_refused(argv, words, tmp_path, capsys):
-    """Exit code 2 and one line; no file changes."""
-    (tmp_path / "FILE.gguf").write_bytes(b"GGML" * 9)
-    argv = re.sub("FILE|OUT", lambda m: str(tmp_path / m[0]), argv).split()
-    assert G.main([*argv, "--device", "cpu"]) == 2
-    line = capsys.readouterr().err.strip().splitlines()
-    assert len(line) == 1 and re.search(words, line[0]), line
-    assert [p.name for p in tmp_path.iterdir()] == ["FILE.gguf"]
+    for key, value, words in GGUF_CHANGES:
+        done = run_generate("--checkpoint", path, "x")
+        assert done.code == 2 and done.err.count("\n") == 1, (key, done.err)
+        assert str(path) in done.err and words in done.err, (key, done.err)
 
 
 def test_gguf_package_is_optional(monkeypatch, capsys):
@@ -30239,6 +29561,7 @@ slow perplexity batch interactive | --checkpoint {moe8}                 | --set 
 greedy perplexity | | --checkpoint {small8}                  | --checkpoint {small} --quantize int8
 samples batch                   | --regex [a-z]+=[0-9]{{3}}n.me | --speculate ngram |
 slow greedy                     | --checkpoint {moe}                    | --compile         |
+slow greedy samples perplexity  | --quantize int4                       | --attention flash |
 slow greedy | --checkpoint {moe} --quantize int8              | --compile --set experts=loop |
 """
 
@@ -30397,6 +29720,34 @@ x --offload=                                | --offload cpu folder
 x --reference README.md                     | --reference requires --speculate ngram
 x --speculate ngram --reference /nowhere    | --reference /nowhere
 x --set ffn_2d=true                         | --set ffn_2d requires --tp
+--quantize int5                             | --quantize int8-dynamic llm.int8 fp8 fp8-block
+--quantize int4 --group-size 7              | --group-size 7
+--quantize int8 --group-size 64             | --group-size
+--quantize int4 --checkpoint {MOE}          | group_size 32 72 columns (8)
+--quantize int8 --set quantize_skip=nope    | --quantize-skip: nope
+--quantize int8 --dummy {MOE}/config.json --set quantize_skip=nope | --quantize-skip: nope
+--quantize int4 --dummy {MOE}/config.json --group-size 7 | --group-size 7
+--group-size 32                             | --group-size requires --quantize
+--set quantize_skip=head                    | quantize_skip requires --quantize
+--save out                                  | --save --quantize
+--save out.gguf --quantize int8             | --save GGUF q8_0 q4_0
+--save out.gguf --dummy small               | --save --dummy
+--checkpoint nowhere.gguf                   | nowhere.gguf: No such file
+--calibrate gptq                            | --calibrate requires --quantize
+--quantize int8 --calibrate smoothquant     | --calibrate int8-dynamic
+--quantize int8 --calibrate tacq            | --calibrate int4 to int2
+--quantize int8 --calibrate awq             | --calibrate int4 to int2
+--quantize fp8 --calibrate awq              | --calibrate int4 to int2
+--quantize fp8 --calibrate gptq             | --calibrate int8 to int2
+--quantize int4 --calibrate gptq --set calibration_text=pytest.ini | fewer one sequence
+--quantize int4 --calibrate gptq --set calibration_text=nowhere.txt | nowhere.txt
+--quantize int4 --calibrate equalize --set calibration_text=pytest.ini | --calibrate gptq
+--set calibration_text=pytest.ini           | calibration_text requires --calibrate
+--set plot=x.png                            | plot requires --quantize-report
+--quantize-report --quantize int8           | --quantize-report --quantize
+--quantize-report --group-size 7            | --group-size 7
+--quantize-report --set plot=nowhere/x.png  | plot nowhere
+--quantize-report --set quantize_skip=nope  | --quantize-skip: nope
 --bench-serving --policy nobody               | --policy nobody fcfs longest-prefix fair
 --bench-serving --policy longest-prefix --set prefix_cache=false | --policy prefix_cache=false
 --batch f --reorder --set prefix_cache=false | --reorder prefix_cache=false
@@ -32013,6 +31364,10 @@ TRAIN = [
     Row(TRAIN_RUNS["head"] + " --micro-batch-size 3", TRAIN_RUNS["head"], 1e-4),
     Row(TRAIN_RUNS["head"] + " --dtype bf16", TRAIN_RUNS["head"], 2e-2),
     Row(TRAIN_RUNS["head"] + " --compile", TRAIN_RUNS["head"], 1e-4, slow=True),
+    Row("--qat int8 --compile", "--qat int8", 9e-4, slow=True),
+    Row("--fp8 blockwise --compile", "--fp8 blockwise", 9e-4, slow=True),
+    Row(TRAIN_RUNS["moe"] + " --fp8 blockwise", slow=True),
+    Row(TRAIN_RUNS["moe"] + " --qat int8 --dtype bf16", slow=True),
 ]
 
 
@@ -32258,6 +31613,9 @@ TRAIN_BAD = {  # flags -> words of the error, separated by "|"
     "trials --lrs 1e-3 --dtype fp16": "--dtype fp16|bf16",
     "trials --lrs 1e-3 --model {tied}/config.json --widths 96": "mup_base|untied",
     "WORLD_SIZE=2 trials --lrs 1e-3": "torchrun",
+    "--resume --out {plain} --fp8 rowwise": "--fp8 rowwise differs from the run's None",
+    "--fp8 rowwise --qat int8": "--fp8 cannot be combined with|--qat",
+    "--qat int4": "--qat int4 (groups of 32): layers.0.mlp.down",
 }
 TRAIN_RUNS["mixed-aux"] = "--model {mixtral}/config.json"
 
@@ -35538,7 +34896,7 @@ def test_train_scale_from_pretraining_to_serving(train_runs, tmp_path, capsys):
     serve = "--chat --max-new-tokens 4 --temperature 0 --quantize int8 --speculate ngram"
     serve = ["--checkpoint", tmp_path / "rl", *serve.split()]
     capsys.readouterr()
-    right = sum(quantize_main(capsys, q, *serve).strip() == a for q, a in ASKED[::6])
+    right = sum(quantize_main(q, *serve).strip() == a for q, a in ASKED[::6])
     assert right >= 2 and time.perf_counter() - began < 120, right
 
 
@@ -37245,7 +36603,7 @@ def test_bad_input_is_refused(call, words):
 # several processes by one and the same, for two such at a time take more than twice as long. (Under
 # pytest 9.2 pytest-xdist 3.8 cannot tell, its issue 1386: then both workers start them.)
 RANK_FIXTURES += "layouts dry_results dl_elastic generate_on_ranks".split()
-STORIES = "paged_story train_runs fp8_folder page".split()
+STORIES = "paged_story train_runs page".split()
 GROUPS = {name: name for name in STORIES} | dict.fromkeys(RANK_FIXTURES, "ranks")
 for name, test in [*globals().items()]:
     if name.startswith("test_"):
