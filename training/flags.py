@@ -60,11 +60,10 @@ def parse_bytes(text: str) -> int:
 
 def out_of_memory(e: Exception) -> str | None:
     """The first line of an error that is a lack of memory, or a tensor too large to count; None for
-    any other: CUDA's "illegal memory access" is a bug."""
+    any other: CUDA's "illegal memory access" is a bug, and a failed compiler prints any source."""
     texts = r"out of memory|(not enough|allocate) memory|overflow"
-    if not isinstance(e, MemoryError) and not re.search(texts, str(e)):
-        return None
-    return (str(e) or "allocation failed").splitlines()[0]
+    first, *_ = str(e).splitlines() or ["allocation failed"]
+    return first if isinstance(e, MemoryError) or re.search(texts, first) else None
 
 
 @dataclass
