@@ -1,6 +1,6 @@
 """Tests of every technique against an independent reference, of every error, and of the programs.
 
-    pytest -n 2 --dist loadgroup test_all.py            no GPU, no network, 8 minutes on two cores
+    pytest -n 2 --dist loadgroup test_all.py            no GPU, no network, 6 minutes on two cores
     pytest -n 2 --dist loadgroup test_all.py -m slow    compilation, large models, long fault tests
     pytest test_all.py -k engine                        one section, by the first word of its tests
 
