@@ -20149,6 +20149,27 @@ def test_recompute_opaque_functions():
             assert rc_same(got, want) and n == 1 + again, (mode, named)
 
 
+def test_recompute_attention_without_a_hook():
+    """Where no argument is callable, each F.scaled_dot_product_attention is a checkpoint of its
+    own: what stays is its q, k, v and its input."""
+    x, linear = torch.randn(2, 4, 16, 8, requires_grad=True), nn.Linear(8, 8)
+
+    def forward(x):
+        for _ in range(2):
+            v = linear(x)
+            x = F.scaled_dot_product_attention(x.sin(), x.cos(), v, is_causal=True)
+        return x
+
+    grads = {}
+    with sdpa_kernel(SDPBackend.MATH):
+        for mode in ("none", "attention"):
+            run = partial(RC.checkpoint_wrapper(forward, mode), x)
+            kept = RC.saved_bytes(run, linear.parameters())
+            assert (kept == 2 * 4 * x.nbytes) == (mode == "attention")
+            grads[mode] = torch.autograd.grad(run().square().sum(), [x, *linear.parameters()])
+    assert rc_same(*grads.values())
+
+
 for rc_mode, rc_words in dict(
     sqrt=r"layer_groups\(blocks\)", some="supported: none, attention"
 ).items():

@@ -60,6 +60,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -100,9 +101,9 @@ non_reentrant_checkpoint = partial(checkpoint, use_reentrant=False)
 def checkpoint_wrapper(forward: Forward, mode: str, save: Iterable[Any] = ()) -> Forward:
     """A block's forward(x, *rest_args) with activation checkpointing; same outputs and gradients.
 
-    attention: checkpoints every callable in `rest_args` (the attend hook). save: additional
-    operators (torch.ops) whose outputs selective saves. ValueError for an unknown mode, and for
-    sqrt, which needs several blocks.
+    attention: checkpoints every callable in `rest_args` (the attend hook), or if there is none each
+    call of F.scaled_dot_product_attention. save: additional operators (torch.ops) whose outputs
+    selective saves. ValueError for an unknown mode, and for sqrt, which needs several blocks.
     """
     if mode == "sqrt":
         raise ValueError("mode sqrt is for groups of blocks, not for one: use layer_groups(blocks)")
@@ -142,7 +143,19 @@ def _selective(
     return non_reentrant_checkpoint(forward, x, *rest_args, context_fn=context_fn)
 
 
+class _CheckpointSDPA(TorchFunctionMode):
+    """Checkpoints each call of F.scaled_dot_product_attention."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        run = F.scaled_dot_product_attention
+        call = partial(non_reentrant_checkpoint, func) if func is run else func
+        return call(*args, **(kwargs or {}))
+
+
 def _checkpoint_attention(forward: Forward, x: Tensor, *rest_args: Any) -> Tensor:
+    if not any(callable(arg) for arg in rest_args):
+        with _CheckpointSDPA():
+            return forward(x, *rest_args)
     run = non_reentrant_checkpoint
     return forward(x, *(partial(run, arg) if callable(arg) else arg for arg in rest_args))
 
