@@ -193,8 +193,9 @@ class _FileState(_HostState):
             self._unmap(state, mapped)
 
     def _unmap(self, state: dict[str, Any], mapped: dict[str, Tensor]) -> None:
-        """Unmap tensors of the master's shape, writing new ones to files."""
-        on_disk = lambda t: isinstance(t, Tensor) and t.shape == self.shape
+        """Unmap tensors of the master's shape and dtype, writing new ones to files."""
+        dtype_shape = (torch.float32, self.shape)
+        on_disk = lambda t: isinstance(t, Tensor) and (t.dtype, t.shape) == dtype_shape
         tensors = {"master": self.master.data} | {n: t for n, t in state.items() if on_disk(t)}
         for name, t in tensors.items():
             file = mapped[name] if name in mapped else self._allocate(name)
