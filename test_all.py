@@ -21459,7 +21459,7 @@ def small_fine_tune(path: Path, *starts: str, **changes) -> Path:
     return path
 
 
-@pytest.mark.parametrize("flag, dtype", product(("adapters", "models"), ("fp32", "bf16")))
+@pytest.mark.parametrize("flag, dtype", [*product(("adapters", "models"), ("fp32", "bf16"))])
 def test_shared_models_and_adapters_of_a_batch(flag, dtype, tmp_path):
     """--batch with --adapters or --models: the field adapter names one; tokens are those of
     --adapter, which merges it, or of --checkpoint. A line with an unknown name gets an error and
@@ -23708,6 +23708,7 @@ def ep_mistake(env, mistake: str) -> dict:
     rank leaves after an error, so that the others do not wait for it."""
     members = PAIRS_OF_RANKS if mistake == "small group" else ALL_RANKS
     groups = [dist.new_group([*ranks]) for ranks in members]
+    dist.barrier()  # all are connected: a rank may leave at once
     start, error = time.monotonic(), None
     try:
         ep_call_wrongly(env.rank, mistake, groups[env.rank // 2 if len(groups) > 1 else 0])
