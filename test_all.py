@@ -16421,6 +16421,8 @@ def test_page_compares_two_servers(page, tmp_path):
     second, browser.session = browser.session, first
     want.append(vote("while "))
     browser.session = second
+    votes = "Object.keys(localStorage).filter(key => key.startsWith(VOTE)).length"
+    browser.wait(f"{votes} == 3")  # the browser brings the other tab's after a while
     browser.send("Page.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
     browser.run("$('#export').click()")
     browser.wait((tmp_path / "votes.jsonl").exists)
