@@ -186,7 +186,8 @@ PRODUCT_PATHS = set(map(str, FILES.values()))
 SMALL, DRAFT, MOE = (REPO / "checkpoints" / name for name in ("small", "draft", "moe"))
 INF = math.inf
 torch.set_num_threads(1)  # tiny models: a second thread costs more than it saves
-hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
+no_clock = dict(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile("repeatable", derandomize=True, database=None, **no_clock)
 hypothesis.settings.load_profile("repeatable")
 
 
@@ -497,12 +498,16 @@ def load_run(out, model, optimizer, layout=STEP.SINGLE_PROCESS) -> None:
 
 
 RANK_FIXTURES: list[str] = []  # fixtures that start ranks: one worker runs their tests
+RESERVED: list[socket.socket] = []  # bound to the free ports, not listening
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """A port at which nothing listens, and which Linux gives to no other socket that asks for any
+    port; a server that asks for this one, with SO_REUSEADDR as all servers do, gets it."""
+    RESERVED.append(socket.socket())
+    RESERVED[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    RESERVED[-1].bind(("127.0.0.1", 0))
+    return RESERVED[-1].getsockname()[1]
 
 
 def one_gloo_loop():
@@ -537,15 +542,15 @@ def run_on_ranks(
     folder: Path,
     cases: dict,
     world: int = 4,
-    limit: float = 100,
+    limit: float = 1000,
     hang: float = 60,
     setup=None,
     fresh_groups: bool = False,
 ) -> RankResults:
     """Run cases, {name: work(rank)}, in order on `world` forked processes with one gloo group, or
     with fresh_groups one for each case. rank: .rank, .world, .store, .folder, and what setup(rank)
-    adds. Collectives time out after `hang` seconds, and everything after `limit`. A case that
-    raises, hangs or dies fails alone: the rest run in new processes."""
+    adds. Collectives time out after `hang` seconds, a case after 300 (or 3 * hang), and everything
+    after `limit`. A case that raises, hangs or dies fails alone: the rest run in new processes."""
     x = torch.zeros(1, requires_grad=True)  # torch's lazy imports happen once, before the fork
     checkpoint(torch.sin, x, use_reentrant=False).sum().backward()
     results, end, todo = RankResults(), time.monotonic() + limit, dict(cases)
@@ -573,7 +578,8 @@ def run_on_ranks(
                 if got is None:
                     tail = (at / f"log{r}").read_text()[-1500:]
                     texts.append(f"rank {r}: hung or died in {name!r}\n{tail}")
-            late = lambda text: ("onnection" in text or "imed out" in text, "hung" in text)
+            lost = re.compile("onnection|imed out|roken pipe").search  # another rank
+            late = lambda text: (bool(lost(text)), "hung" in text)
             results.errors[name] = min(texts, key=late)
             break
     return results
@@ -598,7 +604,7 @@ def _rank_process(rank, world, port, folder, cases, hang, setup, fresh_groups):
     if setup is not None:
         setup(env)
     for number, (name, work) in enumerate(cases.items()):
-        faulthandler.dump_traceback_later(3 * hang, exit=True, file=log)
+        faulthandler.dump_traceback_later(max(300, 3 * hang), exit=True, file=log)
         got = error = None
         try:
             if fresh_groups and number:
@@ -612,9 +618,10 @@ def _rank_process(rank, world, port, folder, cases, hang, setup, fresh_groups):
         (folder / f"{number}.{rank}.tmp").rename(folder / f"{number}.{rank}")
         if failed:
             os._exit(1)
-    store.set(f"end{rank}", "")
-    store.wait([f"end{r}" for r in range(world)])  # rank 0 has the store
-    time.sleep(0.1 if rank == 0 else 0)
+    for at, last in (("end", True), ("left", rank == 0)):  # rank 0 has the store: it leaves last
+        store.set(f"{at}{rank}", "")
+        if last:
+            store.wait([f"{at}{r}" for r in range(world)], timedelta(seconds=hang))
     os._exit(0)
 
 
@@ -638,8 +645,8 @@ def on_ranks(name: str, cases, *args, **kwargs):
 
 
 def test_harness_ranks_report_the_case_that_failed(tmp_path):
-    """run_on_ranks: a case that raises, dies or hangs on one rank fails with its own error, and the
-    cases before and after it give their results."""
+    """run_on_ranks: a case that raises, dies or hangs on one rank fails with its own error; cases
+    before and after one that raises or dies give their results."""
 
     def total(env):
         x = torch.tensor(env.rank + 1)
@@ -660,11 +667,11 @@ def test_harness_ranks_report_the_case_that_failed(tmp_path):
         if env.rank == 0:
             dist.barrier()
 
-    # rank 1 waits in the next case: the first to time out ends, and closes the other's connection
-    faults = {raises: "the first cause", dies: "rank ", hangs: "imed out|onnection"}
-    cases = dict(before=total, raises=raises, dies=dies, hangs=hangs, after=total)
-    results = run_on_ranks(tmp_path, cases, world=2, hang=2)
+    faults = {raises: "the first cause", dies: "rank 1: hung or died in 'dies'", hangs: "imed out"}
+    cases = dict(before=total, raises=raises, dies=dies, after=total)
+    results = run_on_ranks(tmp_path / "ends", cases, world=2)
     assert results["before"] == results["after"] == [3, 3]
+    results.errors |= run_on_ranks(tmp_path / "hangs", {"hangs": hangs}, world=2, hang=2).errors
     for fault, words in faults.items():
         assert re.search(words, results.errors[fault.__name__])
         with pytest.raises(pytest.fail.Exception, match=words):
