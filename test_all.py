@@ -8068,8 +8068,7 @@ REFUSED["moe: triton on int8 with a gradient"] = partial(moe_triton_on, "int8", 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
 def test_moe_gradients_flow_through_quantized_experts(scheme):
-    """x and the routing weights get gradients (adapters below a quantized MoE layer); the quantized
-    values get none."""
+    """x and the routing weights get gradients: adapters may stand below a quantized MoE layer."""
     args, plain = moe_quantized(scheme, moe_inputs(26, 19, 64, 32, 4, 2))
     experts = lambda x, weights, ids, *_: MOE_BACKENDS["torch"](x, weights, ids, *args[3:])
     moe_check(experts, plain, wanted=MOE_LEAVES[:2])
@@ -8174,9 +8173,9 @@ def test_moe_kernels_compile_for_gpus(arch, cases, tmp_path):
 
 @pytest.mark.parametrize("shape", [(64, 96), (257, 1000), (1030, 33), (3, 5)], ids=str)
 @torch.no_grad()
-def test_cpu_linear_is_closer_to_fp64_than_torch_linear(shape):
+def test_cpu_linear_equals_float64(shape):
     """CPULinear shares the Linear's parameters; it, its operator and linear_via_fp32 are within
-    bf16's final rounding of float64, for one row and several."""
+    bf16's final rounding of float64, or as close as F.linear, for one row and several."""
     for bias, rows in product((False, True), (1, 3, 4, 19)):
         torch.manual_seed(0)
         plain = nn.Linear(shape[1], shape[0], bias=bias).bfloat16()
@@ -8194,6 +8193,7 @@ def test_cpu_linear_is_closer_to_fp64_than_torch_linear(shape):
 def test_cpu_linear_falls_back_to_torch(monkeypatch):
     """fp32, gradients (also backward), and bf16 without a C compiler equal F.linear bit for bit;
     with a compiler the kernels are built, and gemv agrees with float64."""
+    torch.manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16):
         plain, x = nn.Linear(40, 24).to(dtype), torch.randn(1, 40, dtype=dtype)
         plain(x).sum().backward()
@@ -8225,13 +8225,14 @@ def test_cpu_linear_falls_back_to_torch(monkeypatch):
     [
         ("CC", "/no/such/compiler", "no C compiler '/no/such/compiler'"),
         ("CC", "false", "returned non-zero exit status 1"),
-        ("XDG_CACHE_HOME", "/proc/cache", "/proc/cache"),
+        ("XDG_CACHE_HOME", "/dev/null/cache", "/dev/null/cache"),
     ],
 )
-def test_cpu_kernels_that_cannot_be_compiled(variable, value, words, monkeypatch, caplog):
+def test_cpu_kernels_that_cannot_be_compiled(variable, value, words, monkeypatch, caplog, tmp_path):
     """No compiler, one that fails, a cache folder that cannot be written: one line says so."""
     if variable != "CC" and not shutil.which(os.environ.get("CC", "cc")):
         pytest.skip("no C compiler works here")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv(variable, value)
     assert cpu.load_kernels.__wrapped__("x86-64") is None
     (line,) = caplog.messages
@@ -8359,13 +8360,12 @@ FUSED_CONFIGS = {
 @pytest.mark.parametrize("scheme", [None, "q8_0", "q4_0"])
 @pytest.mark.parametrize("options", one_in(2, FUSED_CONFIGS.values()), ids=FUSED_CONFIGS)
 @torch.inference_mode()
-def test_cpu_decode_equals_the_layers(scheme, options, cpu_kernels, monkeypatch):
+def test_cpu_decode_equals_the_layers(scheme, options, cpu_kernels):
     """Decode steps of batches, and steps of several tokens, in rows, rings and blocks: the logits
     of the fp32 model up to the rounding of activations, and the same slots of the cache written.
     No layer runs on its own."""
     config = tiny(dim=64, ffn_dim=96, head_dim=32, n_heads=4, **options)
     model, reference = fused_model(scheme, config)
-    monkeypatch.setattr(M.Block, "forward", M.Block.forward)
     for layer in model.layers:
         layer.forward = lambda *args: pytest.fail("a layer ran")
     limit, bs = (0.015 if scheme is None else 0.03), 4
@@ -8585,7 +8585,7 @@ ALONE = [
 ALONE_SLOW = [
     ("calibrate cpu gemm quantize sampling sparse speculative values", "", "installed", TABLE),
     ("kv_select ratings", "", "installed", TABLE),
-    ("energy", "", "installed", "(no energy counter|W)"),
+    ("energy", "", "installed", r"no energy counter: |: [\d.]+ W"),
     ("moe", "", "installed missing", r"(.*\n){5}"),
     ("moe", "", "interpreted", r"\A.*\n\Z"),
     ("chunked_loss recompute watchdog", "", "installed", ""),
@@ -8643,20 +8643,24 @@ PRELOADED.set_forkserver_preload(["torch"])
 def run_alone(code: str, folder: Path, ranks: int = 0, **env: str) -> subprocess.CompletedProcess:
     """Run code in `folder` without this project on the path, once or on ranks, in processes forked
     from one that has imported torch and nothing else: importing it is most of their time."""
-    started, port = [], free_port()
+    started, own = [], env
+    if ranks:  # a store of this process, as torchrun has one: no rank looks for a free port
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        env |= dict(MASTER_ADDR="localhost", MASTER_PORT=f"{store.port}")
+        env |= dict(TORCHELASTIC_USE_AGENT_STORE="True", WORLD_SIZE=f"{ranks}")
     for rank in range(ranks or 1):
-        own = env
         if ranks:
-            own = env | dict(RANK=f"{rank}", LOCAL_RANK=f"{rank}", WORLD_SIZE=f"{ranks}")
-            own |= dict(MASTER_ADDR="localhost", MASTER_PORT=f"{port}")
+            own = env | dict(RANK=f"{rank}", LOCAL_RANK=f"{rank}")
         out = folder.with_name(f"{folder.name}-{ranks}-{rank}")
         places = dict(folder=str(folder), repo=str(REPO), out=out)
         whole = ALONE_PROGRAM.format(**places, env=own, code=code)
         started.append((PRELOADED.Process(target=exec, args=(whole, {})), out))
         started[-1][0].start()
+    end = time.monotonic() + 900
     for process, _ in started:
-        process.join(240)
+        process.join(max(0.0, end - time.monotonic()))
         process.kill()
+        process.join()
     code = max((process.exitcode for process, _ in started), key=abs)
     texts = ["".join(Path(f"{out}.{fd}").read_text() for _, out in started) for fd in (1, 2)]
     return subprocess.CompletedProcess(folder, code, *texts)
@@ -8691,7 +8695,7 @@ def test_files_run_alone_under_torchrun(name, tmp_path):
     assert done.stderr.count("\n") == 1
     if name == "parallel":
         argv, env = (*TORCHRUN, "2", f"{name}.py"), {"PYTHONPATH": str(tmp_path)}
-        done = run(*argv, cwd=tmp_path, env=env)
+        done = run(*argv, cwd=tmp_path, env=env, timeout=900)
     else:
         done = run_alone(program, tmp_path, 2)
     assert done.returncode == 0 and len(done.stdout.splitlines()) >= 2, done.stderr
@@ -9310,6 +9314,7 @@ def spec_prompts(n: int) -> list[list[int]]:
 
 
 spec_args = cache(lambda *argv: G.parse_args([*argv]))  # the parser is slow to build
+spec_clock = lambda: 0.0  # to --speculate-k auto no draft costs anything, on any machine
 
 
 def spec_flags(kind, *flags, head=None) -> list[str]:
@@ -9439,13 +9444,13 @@ def batch_of_prompts(form: str, n: int) -> tuple[list, list, list]:
 def test_drafting_in_batches_equals_plain_decoding(kind, form, n, tmp_path):
     """Prompts of different lengths, greedy and sampled, in mixed steps with too few blocks, k fixed
     and adaptive: tokens equal those of the Engine without drafts, all blocks are freed, and neither
-    drafter nor policy keeps state of a sequence."""
+    drafter nor policy keeps state of a sequence. Some drafts are accepted, some rejected."""
     model, (prompts, params, expected) = spec_target(form), batch_of_prompts(form, n)
     head = random_head(tmp_path, model.config.dim)
-    cases = [("3", False), ("auto", True), ("confidence", False)]
-    for k, kv_swap in cases[: 2 + (kind == "draft") if n == 7 else 1]:
+    for k in ["3"] + ["auto"] * (n == 7) + ["confidence"] * (kind == "draft"):
         flags = ("--set", "draft_coupled=true", "--speculate-k", k)
-        more = dict(draft=spec_draft(), head=head, num_blocks=90, kv_swap=kv_swap)
+        more = dict(draft=spec_draft(), head=head, num_blocks=90, kv_swap=k == "auto")
+        more |= dict(clock=spec_clock)
         engine = spec_engine(model, kind, *flags, **more)
         assert generated_tokens(engine, prompts, params) == expected
         stats = engine.stats()
@@ -9536,7 +9541,10 @@ def sampled_p_value(kind, samples, tmp_path, k="3") -> float:
     "kind, k, samples",
     [
         ("draft", "3", 8000),
-        *(pytest.param(kind, "4", 24_000, marks=pytest.mark.slow) for kind in SPEC_KINDS[3:]),
+        *(
+            pytest.param(kind, "4", 24_000, marks=pytest.mark.slow)
+            for kind in ("ngram", *SPEC_KINDS[3:])
+        ),
         pytest.param("staged", "4", 900, marks=pytest.mark.slow),  # one row at a time
         pytest.param("draft", "confidence", 24_000, marks=pytest.mark.slow),
     ],
@@ -9791,9 +9799,9 @@ def test_drafting_tree_logits_equal_those_of_each_path(form):
     """The logits after every node of a tree, run at once after prompts of different lengths, equal
     those of the prompt and the node's path; so do those of a token after a path moved into
     place."""
-    model, tree, prompts = spec_target(form), E.Tree((-1, -1, -1, 0, 0, 1, 3, 3, 5, 6)), []
+    model, tree = spec_target(form), E.Tree((-1, -1, -1, 0, 0, 1, 3, 3, 5, 6))
     cache, N = M.KVCache(model.config, 2, 64), len(tree.parents)
-    absorb(model, 16)
+    model, prompts = absorb(copy.deepcopy(model), 16), []  # other tests use this one
     for row, ids in enumerate(spec_prompts(2)):  # each row by itself: they differ in length
         alone = M.KVCache(model.config, 1, 64)
         model(torch.tensor([ids[:-1]]), torch.arange(len(ids) - 1), alone.attend)
@@ -9941,11 +9949,12 @@ def test_drafting_compiled_equals_eager(kind, tmp_path, monkeypatch):
     model = first_layers(spec_target("moe" if kind == "mtp" else "dense"), 2)
     ids, k = spec_prompts(6)[5], "auto" if kind == "ngram" else "2"
     monkeypatch.setattr(D, "MAX_DRAFT_TOKENS", 3)  # every k is a graph of the target's
+    monkeypatch.setattr(D, "time", SimpleNamespace(perf_counter=spec_clock))
     expected = spec_run(G.Decoder(model, 90, GREEDY), ids, 50)
     more = dict(draft=first_layers(spec_draft(), 1), head=random_head(tmp_path, model.config.dim))
     with torch.inference_mode():  # as generate.py builds it: graphs depend on this mode
         decoder = spec_decoder(model, kind, GREEDY, 90, "--speculate-k", k, "--compile", **more)
-    torch._dynamo.utils.counters.clear()  # compile time would count as a step
+    torch._dynamo.utils.counters.clear()
     assert spec_run(decoder, ids, 50) == expected
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0
     assert sum(decoder.speculator.stats.proposed) > 0
@@ -10147,15 +10156,13 @@ def least_agreement(right: list[bool], window: int) -> float:
     return 1 - max(b - a for a, b in zip(wrong, wrong[window:])) / window
 
 
-@given(
-    strategies.integers(0, 10**6), strategies.sampled_from(((0.8, 0.6), (0.9, 0.4), (0.97, 0.1)))
-)
-@hypothesis.settings(max_examples=15)
-def test_early_exit_thresholds_hold_against_any_drift(seed, bounds):
+@pytest.mark.parametrize("target, least", [(0.8, 0.6), (0.9, 0.4), (0.97, 0.1)])
+@pytest.mark.parametrize("seed", range(5))
+def test_early_exit_thresholds_hold_against_any_drift(seed, target, least):
     """Ramps that are wrong when they are most confident, for 100 tokens from a random one on: in
-    every window the target holds; before the drift, and some time after it, most tokens that the
-    target allows are released."""
-    (target, least), rng, window, records = bounds, random.Random(seed), 100, []
+    every window the target holds; before the drift, and some time after it, more than a share
+    `least` of the tokens is released."""
+    rng, window, records = random.Random(seed), 100, []
     drift = rng.randint(150, 300)
     for i in range(700):
         p = lambda c: 1 - c if drift <= i < drift + 100 else c**0.1
@@ -10231,12 +10238,12 @@ def test_early_exit_bytes_are_those_of_the_layers_that_ran():
 
 
 def test_early_exit_confidence_of_an_error_does_not_exit_again():
-    """The threshold just above a float32 confidence, also where the softmax is exactly 1."""
+    """A threshold just above a float32 confidence, also where the softmax is exactly 1."""
     model = exit_model("dense")
     decoder = exit_decoder(model, 9)
     steps = EE.RampExits(decoder, (2,), FixedThresholds(1, 1.0))
     steps.start([5], [9])
-    for logits in (torch.eye(97)[None, None, 3] * 1e3, torch.randn(1, 1, 97)):
+    for logits in (torch.eye(97)[None, None, 3] * 1e3, torch.randn(1, 1, 97, generator=seeded())):
         confidence = logits.softmax(-1).max().item()
         for threshold in (confidence, math.nextafter(confidence, 2)):
             steps.open, steps.thresholds.values = [EE.OpenToken()], [threshold]
@@ -10468,8 +10475,8 @@ def interrupted_at(n: int, file: str, fn: Callable[[], Any]) -> bool:
 @pytest.mark.parametrize("start, T", [(30, 14), (30, 1), (25, 6), (0, 20)])
 @torch.inference_mode()
 def test_kv_select_ctrl_c_leaves_no_wrong_key(start, T):
-    """A prompt, a step or a new text is interrupted at any line of the cache, and other tokens
-    follow at its position: each kept key is that of the token at its position."""
+    """A prompt, a step or a new text is interrupted at every fifth line of the cache, and other
+    tokens follow at its position: each kept key is that of the token at its position."""
     model, n = random_model(tiny(n_layers=2)), 5
     text, full = random_tokens(model.config, 1, 44), M.KVCache(model.config, 1, 50)
     want = torch.cat((text[:, :start], random_tokens(model.config, 1, n, seed=1)), 1)
@@ -10923,7 +10930,7 @@ def write_lines(path: Path, lines: Iterable[dict]) -> Path:
     return path
 
 
-@lru_cache
+@cache
 def python_task() -> list[DA.Question]:
     return EVAL.python_questions()
 
@@ -11020,12 +11027,15 @@ def test_evaluate_python_questions_cannot_be_copied():
 
 
 def test_evaluate_prints_the_accuracy_of_a_model(tmp_path):
-    """--choices: text or JSON; the trained model is better than chance, and than random weights."""
-    path = write_lines(tmp_path / "task", (q._asdict() for q in python_task()[:16]))
+    """--choices: text or JSON; the trained model is better than random weights."""
+    questions = python_task()[::7]
+    path = write_lines(tmp_path / "task", (q._asdict() for q in questions))
     found = generated(f"--choices {path} --checkpoint {DRAFT} --json")
     nats = found.pop("loglikelihoods")
-    assert found == vars(EVAL.accuracy(python_task()[:16], nats)) and found["questions"] == 16
-    assert found["acc_norm"] > 0.25 and max(map(max, nats)) < 0
+    assert found == vars(EVAL.accuracy(questions, nats)) and found["questions"] == len(questions)
+    untrained = random_model(HF.read_config(DRAFT / "config.json"))
+    _, acc_norm = EVAL.acc_and_norm(questions, K.load_tokenizer(DRAFT), untrained)
+    assert found["acc_norm"] > acc_norm and max(map(max, nats)) < 0
     few = write_lines(tmp_path / "few", (q._asdict() for q in python_task()[:2]))
     shown = generated(f"--choices {few} --checkpoint {DRAFT} --num-fewshot 1")["out"]
     assert re.fullmatch(r"questions: 2\nacc: [\d.]+\n(.*\n){4}", shown)
@@ -11059,7 +11069,8 @@ def test_evaluate_lm_eval_gives_the_accuracies_of_choices(tmp_path):
     argv = ["-m", "generation.lm_eval_model", "--model", "sheaf", "--tasks", "local"]
     argv += ["--model_args", f"checkpoint={DRAFT},dtype=fp32,quantize=int8,max_num_seqs=8"]
     argv += ["--include_path", tmp_path, "--output_path", tmp_path / "out", "--log_samples"]
-    done = run(*argv, "--num_fewshot", 2, "--device", "cpu", env={"HF_HUB_OFFLINE": "1"})
+    env = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    done = run(*argv, "--num_fewshot", 2, "--device", "cpu", env=env, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     (results,), (samples,) = (
         [*(tmp_path / "out").rglob(f"{name}*")] for name in ("results", "samples")
@@ -11111,7 +11122,7 @@ def test_evaluate_lm_eval_class_scores_texts_and_generates():
         ask(lm.generate_until, (prompt, dict(max_gen_toks=512)))
     with pytest.raises(ValueError, match="--model_args colour"):
         LME.SheafLM(colour="red")
-    done = run(*"-m generation.lm_eval_model --model sheaf --tasks nothing".split())
+    done = run(*"-m generation.lm_eval_model --model sheaf --tasks nothing".split(), timeout=900)
     assert done.returncode == 1 and done.stderr.splitlines()[-1] == (
         "lm_eval_model.py: error: Tasks not found: nothing"
     ), done.stderr

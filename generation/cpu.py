@@ -104,7 +104,7 @@ def compile_kernels(compiler: str, flags: Sequence[str]) -> Path:
         tmp = library.with_name(f"{library.stem}-{os.getpid()}.tmp")
         obj = tmp.with_suffix(".o")
         for command in ([*flags, "-c", SOURCE, "-o", obj], ["-shared", obj, "-o", tmp]):
-            subprocess.run([compiler, *command], check=True, capture_output=True, timeout=60)
+            subprocess.run([compiler, *command], check=True, capture_output=True, timeout=600)
         os.replace(tmp, library)
         obj.unlink()
     return library
