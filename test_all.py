@@ -20531,6 +20531,7 @@ def test_lora_equals_the_dense_weight(dtype, autocast, tolerance):
 
 def test_lora_fresh_and_disabled_adapters_leave_every_bit():
     """Also nested, after an error, and in a compiled model, which stays one graph."""
+    torch._dynamo.reset()  # earlier tests' graphs count towards the limit of recompilations
     model = lora_model()
     before, plain = dict(model.named_parameters()), model(LORA_TOKENS)
     assert LO.apply_lora_(model, 4, alpha=8) is model
@@ -21691,16 +21692,25 @@ def test_vattention_shared_blocks_are_not_written_again():
 def test_vattention_memory_is_released_with_its_last_tensor(monkeypatch):
     """Not before: a view still reads. Then the process has no mapping and no file of it, also if it
     exits and modules are gone."""
-    found = lambda: Path("/proc/self/maps").read_text().count("memfd:kv_cache")
-    before, files, cache = found(), len(os.listdir("/proc/self/fd")), virtual_layer(4)
+
+    def found() -> tuple[int, int]:
+        """Mappings and files of this process."""
+        links = map(str, Path("/proc/self/fd").iterdir())
+        files = [os.readlink(link) for link in links if os.path.lexists(link)]
+        maps = Path("/proc/self/maps").read_text()
+        return maps.count("memfd:kv_cache"), str(files).count("memfd:kv_cache")
+
+    gc.collect()  # caches of other tests
+    before, cache = found(), virtual_layer(4)
     kv = torch.rand(33, 2, 1, 64, generator=seeded()).bfloat16()
     virtual_write(cache, kv, 0, slot=0)
     view = cache.sequences[0, :33, 0]
+    cache.thread.shutdown()  # it has a reference while it commits spare blocks
     del cache
-    assert torch.equal(view, kv) and found() > before
+    assert torch.equal(view, kv) and all(a > b for a, b in zip(found(), before))
     monkeypatch.setattr(MEM, "os", None)
     del view
-    assert found() == before and len(os.listdir("/proc/self/fd")) == files
+    assert found() == before
 
 
 def test_vattention_unmodified_kernel_reads_no_unmapped_key():
@@ -21894,6 +21904,14 @@ class KVCase(SimpleNamespace):
         return size * len({tuple(p[:end]) for p in self.turns[turn] for end in starts(p)})
 
 
+def kv_settle(store: KVS.KVStore) -> None:
+    """Wait until what was loaded is in host memory, and what was saved is on disk."""
+    for thread in threading.enumerate():
+        if thread.name == "kv-load":
+            thread.join()
+    store.flush()
+
+
 def kv_saved(case: KVCase, folder: Path) -> KVS.KVStore:
     """The store of an Engine that has answered the first turn."""
     engine, store = case.engine(folder)
@@ -21944,7 +21962,7 @@ def test_kv_store_tokens_are_those_without_it(seed, tmp_path):
         found = stats["kv_store_disk_tokens"] + stats["kv_store_host_tokens"]
         least = case.full(0)  # and of the answers at least what was run
         assert found == least if turn == 0 else least <= found <= case.full(1)
-        again.flush()
+        kv_settle(again)
         assert not again.warned and not again.busy
         same = store.host.keys() & again.host.keys()
         assert same and all(torch.equal(store.host[key], again.host[key]) for key in same)
@@ -22164,9 +22182,8 @@ def test_kv_store_keys_depend_on_all_that_kv_does(tmp_path):
 
 
 def test_kv_store_layers_arrive_while_others_compute(tmp_path):
-    """Layer 0 computes before the last layer is read: each layer is read only after the layer two
-    before it has computed, which nothing but an overlap can do. Then without a store of its own
-    thread: a layer that is not there is waited for."""
+    """Each layer is read only after the layer two before it has computed, which nothing but an
+    overlap can do; and a layer computes only after all its blocks were read."""
     case = kv_case(4)
     kv_saved(case, tmp_path)
     engine, again = case.engine(tmp_path)
@@ -22175,7 +22192,7 @@ def test_kv_store_layers_arrive_while_others_compute(tmp_path):
 
     def slow_read(key, data, layers):
         if layers.start >= 2:
-            assert computed[layers.start - 2].wait(20)
+            assert computed[layers.start - 2].wait(120)
         read(key, data, layers)
         log.append(("read", layers.start))
 
@@ -22268,7 +22285,7 @@ def kv_open_that_stops(n: int, stopped: Path):
             file.write(b"half")
             file.flush()
             stopped.touch()
-            time.sleep(60)
+            time.sleep(600)
         return file
 
     return open_file
@@ -22436,16 +22453,20 @@ def test_kv_store_prompts_in_processes(tmp_path):
     assert f"{prompt}{result['text']}\n" == first.stdout
 
 
-def test_kv_store_damaged_prompts_and_conversations(tmp_path, caplog):
+def test_kv_store_damaged_prompts_and_conversations(tmp_path, caplog, monkeypatch):
     """A prompt whose blocks are damaged is prefilled; a conversation's file that is no JSON, or of
     something else, is one error that names it."""
     flags = f"--temperature 0 --max-new-tokens 8 --kv-store {tmp_path}"
     prompt = "".join(f"x{i} = {i}\n" for i in range(30))
+    stores, make = [], KVH.KVStore
+    monkeypatch.setattr(KVH, "KVStore", lambda *args: stores.append(make(*args)) or stores[-1])
     first = generated(f"{flags} --json", prompt)
-    wait_until(lambda: len(kv_files(tmp_path)) >= first["prompt_tokens"] // 16)
+    stores[0].flush()
+    assert len(kv_files(tmp_path)) >= first["prompt_tokens"] // 16
     for path in kv_files(tmp_path)[::2]:
         kv_flip(0.9)(path, random.Random(0))
     assert generated(f"{flags} --json", prompt)["text"] == first["text"]
+    stores[1].flush()
     assert len(caplog.messages) == 1 and "checksum" in caplog.messages[0]
     argv = f"--interactive --dtype fp32 {flags}".split()
     assert run_generate(*argv, stdin="x\n").code == 0
