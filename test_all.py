@@ -20196,15 +20196,16 @@ for rc_mode, rc_words in dict(
 )
 @pytest.mark.filterwarnings("ignore")
 def test_recompute_compiled_blocks(mode):
-    """block.compile() compiles every block, whole, in every mode, sqrt's within runs too; the same
-    gradients."""
+    """block.compile() makes one graph of each of the four blocks, in every mode, also within the
+    groups of sqrt, which run it again in the backward pass; gradients are the same."""
     torch._dynamo.reset()
     want = rc_gradients(rc_model("none"), attend=M.causal_attention)
-    graphs, model = [], rc_model(mode)
-    backend = lambda graph, _: graphs.append(graph) or graph.forward
+    runs, model = Counter(), rc_model(mode)
+    backend = lambda graph, _: lambda *args: runs.update([id(graph)]) or graph(*args)
     for block in model.layers:
         block.compile(backend=backend, fullgraph=True)
-    assert rc_same(rc_gradients(model, attend=M.causal_attention), want) and graphs
+    assert rc_same(rc_gradients(model, attend=M.causal_attention), want)
+    assert runs.total() == 4 * (1 + (mode == "sqrt")), runs
     torch._dynamo.reset()
 
 
@@ -20243,7 +20244,7 @@ def cl_draw(dtype=torch.float64, shape=(CL_N, CL_C, CL_V), ignored=7, index=-100
     rng, (N, C, V) = seeded(), shape
     tensors = [torch.randn(s, generator=rng, dtype=torch.float64) for s in ((N, C), (V, C), (V,))]
     targets = torch.randint(0, V, (N,), generator=rng)
-    targets[1:7] = torch.tensor([29, 30, 31, 63, 64, 96]) % V  # both sides of cl_vocabulary's cuts
+    targets[1:7] = torch.tensor([29, 30, 31, 63, 64, 96]) % V  # both sides of cl_vocabulary's shards
     targets[::ignored] = index
     tensors[0] *= factor
     return [t.to(dtype) for t in tensors], targets
@@ -20358,7 +20359,8 @@ def test_chunked_loss_computes_only_required_gradients():
 
 
 def test_chunked_loss_one_backward_pass():
-    """What it hands over is handed over once; a second pass is refused, not wrong."""
+    """The backward pass uses up the gradients of the forward pass: a second one is refused, not
+    wrong."""
     (h, w, _), targets = cl_draw()
     loss = CL.linear_cross_entropy(h.requires_grad_(), w.requires_grad_(), targets)
     loss.backward(torch.tensor(2.0, dtype=torch.float64), retain_graph=True)
@@ -20460,8 +20462,8 @@ cl_ranks = on_ranks("cl_ranks", CL_WORKS)
 
 @pytest.mark.parametrize("name", CL_WORKS)
 def test_chunked_loss_vocabulary_over_ranks(name, cl_ranks):
-    """A vocabulary that is cut over four ranks gives the loss and gradients of the whole."""
-    assert cl_ranks[name] == [None] * 4  # each rank has checked its results
+    """A vocabulary that is sharded over four ranks gives the loss and gradients of the whole."""
+    cl_ranks[name]  # fails with the error of the first rank that found a difference
 
 
 # --------------------------------------------------------------------------------------------------
@@ -20719,8 +20721,8 @@ def test_token_windows_gradients_equal_the_whole(name):
         run = TW.TokenWindows(model, loss, row[:-1], finetune.attention)
         model.zero_grad()
         done = []
-        while run.next_tokens:
-            run.step(sizes[len(done)]) if run.is_forward else run.step(1)
+        while run.next_tokens:  # windows forward, and the same ones back
+            run.step(sizes[len(done)] if run.is_forward else 1)
             done.append(run.n_forward)
         assert len(done) == 2 * len({*done}) and run.total == pytest.approx(want.item(), rel=1e-6)
         for (n, p), grad in zip(model.named_parameters(), grads, strict=True):
@@ -20939,7 +20941,7 @@ def adapters_check(engine: P.Engine) -> None:
 
 
 def draw_adapters(seed: int) -> SimpleNamespace:
-    """Rows of adapters with ranks from 1 to 128: segments of 0, 1 and more rows, or none at all."""
+    """Rows of adapters with ranks from 1 to 128: segments of 0, 1 and more rows, -1 without one."""
     r = random.Random(seed)
     ranks = r.sample((1, 4, 16, 17, 64, 128), r.randint(1, 5))
     counts = [0, 1, 1, r.randint(2, 9), r.choice((20, 40, 70))]
@@ -21077,8 +21079,10 @@ def go(N, dtype=torch.bfloat16, D=128, C=4096, F=(4096, 1024, 1024)):
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_adapters_kernels_compile_for_gpus(arch, tmp_path):
     """SGMV and BGMV compile for Ampere, Hopper and Blackwell within their shared memory; other
-    numbers of rows do not recompile."""
-    cases = [f"go({N}, torch.{d})" for N in (7, 300) for d in ("bfloat16", "float16", "float32")]
+    numbers of rows do not recompile. The second of several linears compiles _expand_kernel again,
+    for the alignment of its offsets: in bf16 only, since its tiles are those of the first."""
+    cases = [f"go({N})" for N in (7, 300)]
+    cases += [f"go({N}, torch.float{bits}, F=(4096,))" for N in (7, 300) for bits in (16, 32)]
     again = ["n = len(built)", "go(33)", "go(512)", "assert len(built) == n, built[n:]"]
     code = COMPILE.replace("import attention as A\n", "import attention as A\n" + ADAPTER_PATCH, 1)
     code = code.replace("busy = dict", ADAPTER_COMPILE + "\nbusy = dict", 1)
@@ -21113,7 +21117,7 @@ def test_adapters_mixed_batch_equals_merged_models(name):
     engine, expected = adapter_engine(model, ranks, **options)
     prompts = [random_tokens(model.config, r.randint(1, 60), seed=i).tolist() for i in range(9)]
     pool, forward, loads, load = engine.adapters, engine._forward, [], engine.adapters.load
-    pool.load = lambda plan: load((loads.append(a.name), (a, b))[1] for a, b in plan)
+    pool.load = lambda plan: load((loads.append(a), (a, b))[1] for a, b in plan)
     engine._forward = lambda *args: forward(*args) if r.random() > 0.1 else 1 / 0
 
     def replace_one():
@@ -21124,7 +21128,8 @@ def test_adapters_mixed_batch_equals_merged_models(name):
             expected[name] = merged(model, 1.0, weights)
 
     serve_by_name(engine, expected, prompts, r, 40, replace_one, adapters_check)
-    assert len(loads) > len({*loads}) == len(ranks), "no adapter was evicted"
+    assert {a.name for a in loads} == {f"a{i}" for i in range(len(ranks))}
+    assert len(loads) > len({*map(id, loads)}), "no adapter was evicted"
     stats = engine.stats()
     assert stats["preemptions"] > 0 and (stats["hit_rate"] > 0) == ("window" not in name)
 
@@ -21534,7 +21539,7 @@ def bad_shared_models(folder: Path) -> Iterator[tuple[str, Path, str]]:
     """Name, folder, and words of the one line that refuses it."""
     make = small_fine_tune
     yield "a", folder / "none", "none/config.json: No such file"
-    yield "a", REPO / "checkpoints/moe", "but"
+    yield "a", MOE, "dim is 192, but 256"
     yield "a", make(folder / "rope", rope_theta=5e5), "rope_theta is 500000.0, but 10000.0"
     yield "a", make(folder / "eos", eos_token_id=[2, 3]), "eos_ids is (2, 3)"
     (make(folder / "eos2") / "generation_config.json").write_text('{"eos_token_id": 7}')
@@ -22549,12 +22554,12 @@ def test_alignment_grpo_is_eq_3(kl, high, advantages):
     """Token by token as the paper writes it, value and gradient, with any weights of tokens; what
     is masked may be inf or NaN."""
     new, old, ref = (0.4 * align_randn(8, 5, seed=i) - 1 for i in range(3))
-    A = align_randn(8, 5, seed=4) if advantages == "of a token" else align_randn(8, seed=4)
+    adv = align_randn(8, 5, seed=4) if advantages == "of a token" else align_randn(8, seed=4)
     mask = (align_randn(8, 5, seed=3) > -0.5) * torch.tensor([1.0, 0.5, 2.0, 0.25] * 2)[:, None]
     new.requires_grad_()
     want, kls, cut = new.sum() * 0, 0.0, Counter()
     for b, t in mask.nonzero().tolist():
-        a, ratio = A[b] if A.dim() == 1 else A[b, t], new[b, t].exp() / old[b, t].exp()
+        a, ratio = adv[b] if adv.dim() == 1 else adv[b, t], new[b, t].exp() / old[b, t].exp()
         clipped = min(max(ratio, 0.8 + 0 * ratio), 1 + (high or 0.2) + 0 * ratio)
         q = ref[b, t].exp() / new[b, t].exp()
         k3 = q - q.log() - 1
@@ -22565,13 +22570,13 @@ def test_alignment_grpo_is_eq_3(kl, high, advantages):
     assert len(cut) == 4  # ratios too high and too low, each the right way and the wrong way
     assert (mask == 0).sum() > 4
     old[mask == 0], ref[mask == 0] = math.nan, -INF
-    loss, stats = AL.grpo_loss(new, old, ref, A, mask, clip=0.2, clip_high=high, kl=kl)
+    loss, stats = AL.grpo_loss(new, old, ref, adv, mask, clip=0.2, clip_high=high, kl=kl)
     close(loss, want, 1e-12)
     close(*(torch.autograd.grad(x, new)[0] for x in (loss, want)), 1e-12)
     assert stats["kl"].item() == pytest.approx(kls, rel=1e-10) and not stats["kl"].requires_grad
     assert stats["clipped"].item() == pytest.approx(cut[True, True] + cut[False, False])
     if kl == 0:
-        alone, stats = AL.grpo_loss(new, old, None, A, mask, clip=0.2, clip_high=high)
+        alone, stats = AL.grpo_loss(new, old, None, adv, mask, clip=0.2, clip_high=high)
         assert alone == loss and stats["kl"] == 0
 
 
@@ -23350,7 +23355,7 @@ cp_done = on_ranks("cp_done", CP_WORKS, setup=four_ranks)
 @pytest.mark.parametrize("name", CP_WORKS)
 def test_cp_equals_one_process(cp_done, name):
     """o, lse and all gradients of ring, all-gather, Ulysses, 2D and Ring Self-Attention == those of
-    one process; their transfers are counted, timed and lost."""
+    one process; number, bytes and order of the transfers are the formulas'."""
     cp_done[name]
 
 
