@@ -20235,19 +20235,32 @@ def test_recompute_choose_is_exact():
     assert min(outcomes.values()) > 100
 
 
-def test_recompute_choose_is_fast():
-    """128 blocks of Llama 3 8B, alike, and all different, at every quarter of the range."""
+class CountedBytes(int):
+    """An integer that may be added to others three million times."""
+
+    additions = 0
+
+    def __radd__(self, other):
+        CountedBytes.additions += 1
+        assert CountedBytes.additions < 3_000_000, "the front is not pruned"
+        return other + int(self)
+
+
+def test_recompute_choose_prunes_the_front(monkeypatch):
+    """128 blocks of Llama 3 8B, alike, and all different, at every quarter of the range: three
+    million additions of bytes are enough. There are 4**128 assignments."""
+    monkeypatch.setattr(CountedBytes, "additions", 0)
     sizes, rng = (8192, 4096, 32, 8, 128, 14336), random.Random(0)
     alike = [rc_costs(*sizes, seq=8192, residual=2, matmul=2)] * 128
     vary = lambda size, flops: (int(size * rng.uniform(0.5, 2)), flops * rng.uniform(0.5, 2))
     other = [{m: vary(*cost) for m, cost in costs.items()} for costs in alike]
-    start = time.process_time()
+    counted = lambda costs: [{m: (CountedBytes(b), f) for m, (b, f) in c.items()} for c in costs]
     for costs, quarter in product((alike, other), range(5)):
         low, high = (sum(pick(c.values())[0] for c in costs) for pick in (min, max))
         budget = low + (high - low) * quarter // 4
-        modes = RC.choose_modes(costs, budget)
+        modes = RC.choose_modes(counted(costs), budget)
         assert sum(c[m][0] for c, m in zip(costs, modes, strict=True)) <= budget
-    assert time.process_time() - start < 4
+    assert CountedBytes.additions > 0
     kept = {mode: size for mode, (size, _) in alike[0].items()}
     room = 128 * kept["full"] + 40 * (kept["selective"] - kept["full"])
     assert Counter(RC.choose_modes(alike, room)) == dict(selective=40, full=88)
@@ -20323,15 +20336,16 @@ for rc_mode, rc_words in dict(
 )
 @pytest.mark.filterwarnings("ignore")
 def test_recompute_compiled_blocks(mode):
-    """block.compile() compiles every block, whole, in every mode, sqrt's within runs too; the same
-    gradients."""
+    """block.compile() makes one graph of each of the four blocks, in every mode, also within the
+    groups of sqrt, which run it again in the backward pass; gradients are the same."""
     torch._dynamo.reset()
     want = rc_gradients(rc_model("none"), attend=M.causal_attention)
-    graphs, model = [], rc_model(mode)
-    backend = lambda graph, _: graphs.append(graph) or graph.forward
+    runs, model = Counter(), rc_model(mode)
+    backend = lambda graph, _: lambda *args: runs.update([id(graph)]) or graph(*args)
     for block in model.layers:
         block.compile(backend=backend, fullgraph=True)
-    assert rc_same(rc_gradients(model, attend=M.causal_attention), want) and graphs
+    assert rc_same(rc_gradients(model, attend=M.causal_attention), want)
+    assert runs.total() == 4 * (1 + (mode == "sqrt")), runs
     torch._dynamo.reset()
 
 
@@ -20370,7 +20384,7 @@ def cl_draw(dtype=torch.float64, shape=(CL_N, CL_C, CL_V), ignored=7, index=-100
     rng, (N, C, V) = seeded(), shape
     tensors = [torch.randn(s, generator=rng, dtype=torch.float64) for s in ((N, C), (V, C), (V,))]
     targets = torch.randint(0, V, (N,), generator=rng)
-    targets[1:7] = torch.tensor([29, 30, 31, 63, 64, 96]) % V  # both sides of cl_vocabulary's cuts
+    targets[1:7] = torch.tensor([29, 30, 31, 63, 64, 96]) % V  # both sides of cl_vocabulary's shards
     targets[::ignored] = index
     tensors[0] *= factor
     return [t.to(dtype) for t in tensors], targets
@@ -20485,7 +20499,8 @@ def test_chunked_loss_computes_only_required_gradients():
 
 
 def test_chunked_loss_one_backward_pass():
-    """What it hands over is handed over once; a second pass is refused, not wrong."""
+    """The backward pass uses up the gradients of the forward pass: a second one is refused, not
+    wrong."""
     (h, w, _), targets = cl_draw()
     loss = CL.linear_cross_entropy(h.requires_grad_(), w.requires_grad_(), targets)
     loss.backward(torch.tensor(2.0, dtype=torch.float64), retain_graph=True)
@@ -20587,8 +20602,8 @@ cl_ranks = on_ranks("cl_ranks", CL_WORKS)
 
 @pytest.mark.parametrize("name", CL_WORKS)
 def test_chunked_loss_vocabulary_over_ranks(name, cl_ranks):
-    """A vocabulary that is cut over four ranks gives the loss and gradients of the whole."""
-    assert cl_ranks[name] == [None] * 4  # each rank has checked its results
+    """A vocabulary that is sharded over four ranks gives the loss and gradients of the whole."""
+    cl_ranks[name]  # fails with the error of the first rank that found a difference
 
 
 # --------------------------------------------------------------------------------------------------
@@ -20658,6 +20673,7 @@ def test_lora_equals_the_dense_weight(dtype, autocast, tolerance):
 
 def test_lora_fresh_and_disabled_adapters_leave_every_bit():
     """Also nested, after an error, and in a compiled model, which stays one graph."""
+    torch._dynamo.reset()  # earlier tests' graphs count towards the limit of recompilations
     model = lora_model()
     before, plain = dict(model.named_parameters()), model(LORA_TOKENS)
     assert LO.apply_lora_(model, 4, alpha=8) is model
@@ -20845,8 +20861,8 @@ def test_token_windows_gradients_equal_the_whole(name):
         run = TW.TokenWindows(model, loss, row[:-1], finetune.attention)
         model.zero_grad()
         done = []
-        while run.next_tokens:
-            run.step(sizes[len(done)]) if run.is_forward else run.step(1)
+        while run.next_tokens:  # windows forward, and the same ones back
+            run.step(sizes[len(done)] if run.is_forward else 1)
             done.append(run.n_forward)
         assert len(done) == 2 * len({*done}) and run.total == pytest.approx(want.item(), rel=1e-6)
         for (n, p), grad in zip(model.named_parameters(), grads, strict=True):
@@ -21065,7 +21081,7 @@ def adapters_check(engine: P.Engine) -> None:
 
 
 def draw_adapters(seed: int) -> SimpleNamespace:
-    """Rows of adapters with ranks from 1 to 128: segments of 0, 1 and more rows, or none at all."""
+    """Rows of adapters with ranks from 1 to 128: segments of 0, 1 and more rows, -1 without one."""
     r = random.Random(seed)
     ranks = r.sample((1, 4, 16, 17, 64, 128), r.randint(1, 5))
     counts = [0, 1, 1, r.randint(2, 9), r.choice((20, 40, 70))]
@@ -21203,8 +21219,10 @@ def go(N, dtype=torch.bfloat16, D=128, C=4096, F=(4096, 1024, 1024)):
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_adapters_kernels_compile_for_gpus(arch, tmp_path):
     """SGMV and BGMV compile for Ampere, Hopper and Blackwell within their shared memory; other
-    numbers of rows do not recompile."""
-    cases = [f"go({N}, torch.{d})" for N in (7, 300) for d in ("bfloat16", "float16", "float32")]
+    numbers of rows do not recompile. The second of several linears compiles _expand_kernel again,
+    for the alignment of its offsets: in bf16 only, since its tiles are those of the first."""
+    cases = [f"go({N})" for N in (7, 300)]
+    cases += [f"go({N}, torch.float{bits}, F=(4096,))" for N in (7, 300) for bits in (16, 32)]
     again = ["n = len(built)", "go(33)", "go(512)", "assert len(built) == n, built[n:]"]
     code = COMPILE.replace("import attention as A\n", "import attention as A\n" + ADAPTER_PATCH, 1)
     code = code.replace("busy = dict", ADAPTER_COMPILE + "\nbusy = dict", 1)
@@ -21239,7 +21257,7 @@ def test_adapters_mixed_batch_equals_merged_models(name):
     engine, expected = adapter_engine(model, ranks, **options)
     prompts = [random_tokens(model.config, r.randint(1, 60), seed=i).tolist() for i in range(9)]
     pool, forward, loads, load = engine.adapters, engine._forward, [], engine.adapters.load
-    pool.load = lambda plan: load((loads.append(a.name), (a, b))[1] for a, b in plan)
+    pool.load = lambda plan: load((loads.append(a), (a, b))[1] for a, b in plan)
     engine._forward = lambda *args: forward(*args) if r.random() > 0.1 else 1 / 0
 
     def replace_one():
@@ -21250,7 +21268,8 @@ def test_adapters_mixed_batch_equals_merged_models(name):
             expected[name] = merged(model, 1.0, weights)
 
     serve_by_name(engine, expected, prompts, r, 40, replace_one, adapters_check)
-    assert len(loads) > len({*loads}) == len(ranks), "no adapter was evicted"
+    assert {a.name for a in loads} == {f"a{i}" for i in range(len(ranks))}
+    assert len(loads) > len({*map(id, loads)}), "no adapter was evicted"
     stats = engine.stats()
     assert stats["preemptions"] > 0 and (stats["hit_rate"] > 0) == ("window" not in name)
 
@@ -21660,7 +21679,7 @@ def bad_shared_models(folder: Path) -> Iterator[tuple[str, Path, str]]:
     """Name, folder, and words of the one line that refuses it."""
     make = small_fine_tune
     yield "a", folder / "none", "none/config.json: No such file"
-    yield "a", REPO / "checkpoints/moe", "but"
+    yield "a", MOE, "dim is 192, but 256"
     yield "a", make(folder / "rope", rope_theta=5e5), "rope_theta is 500000.0, but 10000.0"
     yield "a", make(folder / "eos", eos_token_id=[2, 3]), "eos_ids is (2, 3)"
     (make(folder / "eos2") / "generation_config.json").write_text('{"eos_token_id": 7}')
@@ -21818,16 +21837,25 @@ def test_vattention_shared_blocks_are_not_written_again():
 def test_vattention_memory_is_released_with_its_last_tensor(monkeypatch):
     """Not before: a view still reads. Then the process has no mapping and no file of it, also if it
     exits and modules are gone."""
-    found = lambda: Path("/proc/self/maps").read_text().count("memfd:kv_cache")
-    before, files, cache = found(), len(os.listdir("/proc/self/fd")), virtual_layer(4)
+
+    def found() -> tuple[int, int]:
+        """Mappings and files of this process."""
+        links = map(str, Path("/proc/self/fd").iterdir())
+        files = [os.readlink(link) for link in links if os.path.lexists(link)]
+        maps = Path("/proc/self/maps").read_text()
+        return maps.count("memfd:kv_cache"), str(files).count("memfd:kv_cache")
+
+    gc.collect()  # caches of other tests
+    before, cache = found(), virtual_layer(4)
     kv = torch.rand(33, 2, 1, 64, generator=seeded()).bfloat16()
     virtual_write(cache, kv, 0, slot=0)
     view = cache.sequences[0, :33, 0]
+    cache.thread.shutdown()  # it has a reference while it commits spare blocks
     del cache
-    assert torch.equal(view, kv) and found() > before
+    assert torch.equal(view, kv) and all(a > b for a, b in zip(found(), before))
     monkeypatch.setattr(MEM, "os", None)
     del view
-    assert found() == before and len(os.listdir("/proc/self/fd")) == files
+    assert found() == before
 
 
 def test_vattention_unmodified_kernel_reads_no_unmapped_key():
@@ -22021,6 +22049,14 @@ class KVCase(SimpleNamespace):
         return size * len({tuple(p[:end]) for p in self.turns[turn] for end in starts(p)})
 
 
+def kv_settle(store: KVS.KVStore) -> None:
+    """Wait until what was loaded is in host memory, and what was saved is on disk."""
+    for thread in threading.enumerate():
+        if thread.name == "kv-load":
+            thread.join()
+    store.flush()
+
+
 def kv_saved(case: KVCase, folder: Path) -> KVS.KVStore:
     """The store of an Engine that has answered the first turn."""
     engine, store = case.engine(folder)
@@ -22071,7 +22107,7 @@ def test_kv_store_tokens_are_those_without_it(seed, tmp_path):
         found = stats["kv_store_disk_tokens"] + stats["kv_store_host_tokens"]
         least = case.full(0)  # and of the answers at least what was run
         assert found == least if turn == 0 else least <= found <= case.full(1)
-        again.flush()
+        kv_settle(again)
         assert not again.warned and not again.busy
         same = store.host.keys() & again.host.keys()
         assert same and all(torch.equal(store.host[key], again.host[key]) for key in same)
@@ -22291,9 +22327,8 @@ def test_kv_store_keys_depend_on_all_that_kv_does(tmp_path):
 
 
 def test_kv_store_layers_arrive_while_others_compute(tmp_path):
-    """Layer 0 computes before the last layer is read: each layer is read only after the layer two
-    before it has computed, which nothing but an overlap can do. Then without a store of its own
-    thread: a layer that is not there is waited for."""
+    """Each layer is read only after the layer two before it has computed, which nothing but an
+    overlap can do; and a layer computes only after all its blocks were read."""
     case = kv_case(4)
     kv_saved(case, tmp_path)
     engine, again = case.engine(tmp_path)
@@ -22302,7 +22337,7 @@ def test_kv_store_layers_arrive_while_others_compute(tmp_path):
 
     def slow_read(key, data, layers):
         if layers.start >= 2:
-            assert computed[layers.start - 2].wait(20)
+            assert computed[layers.start - 2].wait(120)
         read(key, data, layers)
         log.append(("read", layers.start))
 
@@ -22395,7 +22430,7 @@ def kv_open_that_stops(n: int, stopped: Path):
             file.write(b"half")
             file.flush()
             stopped.touch()
-            time.sleep(60)
+            time.sleep(600)
         return file
 
     return open_file
@@ -22563,16 +22598,20 @@ def test_kv_store_prompts_in_processes(tmp_path):
     assert f"{prompt}{result['text']}\n" == first.stdout
 
 
-def test_kv_store_damaged_prompts_and_conversations(tmp_path, caplog):
+def test_kv_store_damaged_prompts_and_conversations(tmp_path, caplog, monkeypatch):
     """A prompt whose blocks are damaged is prefilled; a conversation's file that is no JSON, or of
     something else, is one error that names it."""
     flags = f"--temperature 0 --max-new-tokens 8 --kv-store {tmp_path}"
     prompt = "".join(f"x{i} = {i}\n" for i in range(30))
+    stores, make = [], KVH.KVStore
+    monkeypatch.setattr(KVH, "KVStore", lambda *args: stores.append(make(*args)) or stores[-1])
     first = generated(f"{flags} --json", prompt)
-    wait_until(lambda: len(kv_files(tmp_path)) >= first["prompt_tokens"] // 16)
+    stores[0].flush()
+    assert len(kv_files(tmp_path)) >= first["prompt_tokens"] // 16
     for path in kv_files(tmp_path)[::2]:
         kv_flip(0.9)(path, random.Random(0))
     assert generated(f"{flags} --json", prompt)["text"] == first["text"]
+    stores[1].flush()
     assert len(caplog.messages) == 1 and "checksum" in caplog.messages[0]
     argv = f"--interactive --dtype fp32 {flags}".split()
     assert run_generate(*argv, stdin="x\n").code == 0
@@ -22655,12 +22694,12 @@ def test_alignment_grpo_is_eq_3(kl, high, advantages):
     """Token by token as the paper writes it, value and gradient, with any weights of tokens; what
     is masked may be inf or NaN."""
     new, old, ref = (0.4 * align_randn(8, 5, seed=i) - 1 for i in range(3))
-    A = align_randn(8, 5, seed=4) if advantages == "of a token" else align_randn(8, seed=4)
+    adv = align_randn(8, 5, seed=4) if advantages == "of a token" else align_randn(8, seed=4)
     mask = (align_randn(8, 5, seed=3) > -0.5) * torch.tensor([1.0, 0.5, 2.0, 0.25] * 2)[:, None]
     new.requires_grad_()
     want, kls, cut = new.sum() * 0, 0.0, Counter()
     for b, t in mask.nonzero().tolist():
-        a, ratio = A[b] if A.dim() == 1 else A[b, t], new[b, t].exp() / old[b, t].exp()
+        a, ratio = adv[b] if adv.dim() == 1 else adv[b, t], new[b, t].exp() / old[b, t].exp()
         clipped = min(max(ratio, 0.8 + 0 * ratio), 1 + (high or 0.2) + 0 * ratio)
         q = ref[b, t].exp() / new[b, t].exp()
         k3 = q - q.log() - 1
@@ -22671,13 +22710,13 @@ def test_alignment_grpo_is_eq_3(kl, high, advantages):
     assert len(cut) == 4  # ratios too high and too low, each the right way and the wrong way
     assert (mask == 0).sum() > 4
     old[mask == 0], ref[mask == 0] = math.nan, -INF
-    loss, stats = AL.grpo_loss(new, old, ref, A, mask, clip=0.2, clip_high=high, kl=kl)
+    loss, stats = AL.grpo_loss(new, old, ref, adv, mask, clip=0.2, clip_high=high, kl=kl)
     close(loss, want, 1e-12)
     close(*(torch.autograd.grad(x, new)[0] for x in (loss, want)), 1e-12)
     assert stats["kl"].item() == pytest.approx(kls, rel=1e-10) and not stats["kl"].requires_grad
     assert stats["clipped"].item() == pytest.approx(cut[True, True] + cut[False, False])
     if kl == 0:
-        alone, stats = AL.grpo_loss(new, old, None, A, mask, clip=0.2, clip_high=high)
+        alone, stats = AL.grpo_loss(new, old, None, adv, mask, clip=0.2, clip_high=high)
         assert alone == loss and stats["kl"] == 0
 
 
@@ -23378,7 +23417,8 @@ def cp_autograd_saves_only_local_rows(env):
 
         saved, _out = cp_saved(partial(form, attention=attention), leaves)
         assert saved == inputs + o + lse, form
-        assert len(received) > 1 and not any(x() is not None for x in received), form
+        assert len(received) > 1, form
+        wait_until(lambda: not any(x() is not None for x in received))  # gloo's threads have ended
     scores = RSA.score_bytes(64, 4, heads=4)
     assert scores == 4 * 64 * 64 // 4 * 4
     assert cp_saved(RSA.ring_self_attention, leaves)[0] == inputs + o + scores
@@ -23449,13 +23489,13 @@ def cp_works(cases, run):
 
 
 CP_WORKS = cp_works(CP_CASES, cp_equals_one_process) | CP_OTHERS
-cp_done = on_ranks("cp_done", CP_WORKS, hang=10, setup=four_ranks)
+cp_done = on_ranks("cp_done", CP_WORKS, setup=four_ranks)
 
 
 @pytest.mark.parametrize("name", CP_WORKS)
 def test_cp_equals_one_process(cp_done, name):
     """o, lse and all gradients of ring, all-gather, Ulysses, 2D and Ring Self-Attention == those of
-    one process; their transfers are counted, timed and lost."""
+    one process; number, bytes and order of the transfers are the formulas'."""
     cp_done[name]
 
 
@@ -23552,7 +23592,6 @@ def test_cp_attention_with_lse_equals_attention_reference():
 
 # ---- expert_parallel.py: a case, in one process and on four ranks ----
 
-EP_HANG = 12  # timeout of collectives in seconds
 EP_TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2}
 
 
@@ -23867,20 +23906,20 @@ EP_MISTAKES = "id E|id -2|one rank|replicated|slot E|slot -2|small group|ids sha
 
 
 def ep_mistake(env, mistake: str) -> dict:
-    """The error that a mistake raises, and after how many seconds. In groups of its own, which a
-    rank leaves after an error, so that the others do not wait for it."""
+    """The error that a mistake raises, and the number of transfers before it. In groups of its own,
+    which a rank leaves after an error, so that the others do not wait for it."""
     members = PAIRS_OF_RANKS if mistake == "small group" else ALL_RANKS
     groups = [dist.new_group([*ranks]) for ranks in members]
     dist.barrier()  # all are connected: a rank may leave at once
-    start, error = time.monotonic(), None
+    env.wire.reset()
+    error = "none", ""
     try:
         ep_call_wrongly(env.rank, mistake, groups[env.rank // 2 if len(groups) > 1 else 0])
     except Exception as e:  # noqa: BLE001, its type is the result
         error = type(e).__name__, str(e)
-    seconds = time.monotonic() - start
     for group in groups:
         dist.destroy_process_group(group)
-    return dict(zip(("kind", "text"), error or ("none", "")), seconds=seconds)
+    return dict(zip(("kind", "text"), error, strict=True), transfers=env.wire.count)
 
 
 def ep_call_wrongly(rank: int, mistake: str, group) -> None:
@@ -23902,30 +23941,30 @@ def ep_call_wrongly(rank: int, mistake: str, group) -> None:
 
 def ep_objects() -> Counter:
     """How many objects of expert_parallel.py's classes there are."""
+    gc.collect()
     return Counter(type(o).__name__ for o in gc.get_objects() if type(o).__module__ == Y.__name__)
 
 
 def ep_keeps_nothing(env) -> list:
     """What expert_parallel.py leaves in memory after a backward pass."""
-    before = ep_objects()
-    x, weights = torch.randn(9, 8, requires_grad=True), torch.rand(9, 2, requires_grad=True)
-    stacks, seen = (torch.randn(1, 12, 8, requires_grad=True), torch.randn(1, 8, 6)), []
+    before, new = ep_objects(), partial(torch.randn, generator=seeded(env.rank), requires_grad=True)
+    x, weights, stacks, seen = new(9, 8), new(9, 2), (new(1, 12, 8), new(1, 8, 6)), []
+    ids = torch.randint(4, (9, 2), generator=seeded(env.rank))
 
     def watching(x, weights, ids, *stacks):
         seen.extend(weakref.ref(t) for t in (x, weights))
         return M.loop_experts(x, weights, ids, *stacks)
 
     f = Y.all_to_all_dispatch(watching, 1, chunks=2)
-    f(x, weights, torch.randint(4, (9, 2)), *stacks).sum().backward()
-    gc.collect()
-    left = ep_objects() - before
-    return [len(seen), [ref() for ref in seen if ref() is not None], left]
+    f(x, weights, ids, *stacks).sum().backward()
+    wait_until(lambda: not any(ref() is not None for ref in seen))  # gloo's threads have ended it
+    return [len(seen), ep_objects() - before]
 
 
 EP_CASES = {name: partial(ep_solve, case=case) for name, case in EP_SOLVED.items()}
 EP_CASES |= {f"mistake: {m}": partial(ep_mistake, mistake=m) for m in EP_MISTAKES}
 EP_CASES["memory"] = ep_keeps_nothing
-ranks_done = on_ranks("ranks_done", EP_CASES, hang=EP_HANG, setup=four_ranks)
+ep_done = on_ranks("ep_done", EP_CASES, setup=four_ranks)
 
 
 # ---- the tests ----
@@ -23950,18 +23989,18 @@ def ep_check(case: EpCase, results: list) -> None:
 
 
 @pytest.mark.parametrize("name", [*EP_EQUAL, *EP_BYTES, *EP_ORDER, *EP_ORDERS])
-def test_ep_equals_one_process(name, ranks_done):
+def test_ep_equals_one_process(name, ep_done):
     """Output, and the gradients of tokens, router and expert stacks."""
-    ep_check(EP_SOLVED[name], ranks_done[name])
+    ep_check(EP_SOLVED[name], ep_done[name])
     if name == "twice":
-        assert all(got["same"] for got in ranks_done[name])
+        assert all(got["same"] for got in ep_done[name])
 
 
 @pytest.mark.parametrize("name", EP_LOST)
-def test_ep_check_notices_a_lost_transfer(name, ranks_done):
+def test_ep_check_notices_a_lost_transfer(name, ep_done):
     """Without any one transfer, forward or backward, or a sum of replicas, results differ."""
     with pytest.raises(AssertionError, match="is off by"):
-        ep_check(EP_LOST[name], ranks_done[name])
+        ep_check(EP_LOST[name], ep_done[name])
 
 
 def ep_phases(got: dict) -> tuple[list, list]:
@@ -23972,10 +24011,10 @@ def ep_phases(got: dict) -> tuple[list, list]:
 
 @pytest.mark.parametrize("name", EP_BYTES)
 @pytest.mark.parametrize("phase", [0, 1], ids=["forward", "backward"])
-def test_ep_sends_a_token_once(name, phase, ranks_done):
+def test_ep_sends_a_token_once(name, phase, ep_done):
     """Each token goes to each rank (flat) or node (two levels) with any of its experts once,
     whatever K, and one row comes back; besides rows only ids, weights and sizes are sent."""
-    case, results = EP_BYTES[name], ranks_done[name]
+    case, results = EP_BYTES[name], ep_done[name]
     size = 2 if case.form == "node" else 1
     owner = torch.tensor([e // (case.experts * size // 4) for e in range(case.experts)])
     sent_to = [  # (tokens, parts)
@@ -24000,7 +24039,7 @@ def test_ep_sends_a_token_once(name, phase, ranks_done):
 
 
 @pytest.mark.parametrize("name", [*EP_ORDER, *EP_ORDERS])
-def test_ep_tasks_run_in_the_chosen_order(name, ranks_done):
+def test_ep_tasks_run_in_the_chosen_order(name, ep_done):
     """A send starts a transfer of rows; the compute task of a chunk waits for it, and starts
     another one, which a receive waits for. The backward pass runs them in reverse. The default
     order, a best one for equal transfers, overlaps them with the experts."""
@@ -24008,7 +24047,7 @@ def test_ep_tasks_run_in_the_chosen_order(name, ranks_done):
     steps["compute"] = ["wait", "experts", "start"]
     tasks = [stage for stage, _ in case.order or Y.default_order(*case.chunks[:1])]
     flipped = dict(steps, send=["wait"], receive=["start"])
-    for got in ranks_done[name]:
+    for got in ep_done[name]:
         for events, want in zip(
             ep_phases(got),
             ([steps[t] for t in tasks], [flipped[t] for t in reversed(tasks)]),
@@ -24069,19 +24108,21 @@ def test_ep_quantized_rows_are_within_half_a_step(kind):
 
 
 @pytest.mark.parametrize("mistake", EP_MISTAKES)
-def test_ep_mistakes_do_not_hang_the_other_ranks(mistake, ranks_done):
-    """A mistake that a rank can see is a ValueError of one line there, before it waits for the
-    others; these get an error too."""
-    for rank, got in enumerate(ranks_done[f"mistake: {mistake}"]):
-        assert got["kind"] != "none" and got["seconds"] < EP_HANG - 2, got
+def test_ep_mistakes_do_not_hang_the_other_ranks(mistake, ep_done):
+    """A mistake that a rank can see is a ValueError of one line there, before any transfer; the
+    others get an error once it has left the group."""
+    for rank, got in enumerate(ep_done[f"mistake: {mistake}"]):
         if mistake != "one rank" or rank == 2:
-            assert got["kind"] == "ValueError" and "\n" not in got["text"], got
+            assert (got["kind"], got["transfers"]) == ("ValueError", 0), got
+            assert "\n" not in got["text"], got
+        else:
+            assert got["kind"] != "none" and got["transfers"] == 1, got
 
 
-def test_ep_keeps_nothing_after_the_backward_pass(ranks_done):
+def test_ep_keeps_nothing_after_the_backward_pass(ep_done):
     """The dispatched rows are freed: a transfer that referred to its own part of the graph would be
     a cycle that Python's garbage collector cannot see."""
-    assert ranks_done["memory"] == [[4, [], Counter()]] * 4
+    assert ep_done["memory"] == [[4, Counter()]] * 4
 
 
 # ---- placements ----
@@ -24480,7 +24521,7 @@ def kvp_bad_shapes_are_refused(env):
         assert not env.wire.events and "\n" not in str(caught.value)
 
 
-kvp_done = on_ranks("kvp_done", KVP_WORKS, hang=10, setup=four_ranks)
+kvp_done = on_ranks("kvp_done", KVP_WORKS, setup=four_ranks)
 
 
 @pytest.mark.parametrize("name", KVP_WORKS)
@@ -25012,7 +25053,7 @@ def tp_rejects_bad_shapes(env):
 TP_WORKS |= {name: partial(tp_batch_sharded_attention, case=c) for name, c in TP_ROWS.items()}
 TP_WORKS |= {f"rows: transfer {n} is lost": partial(tp_batch_sharded_lost, n=n) for n in (1, 2)}
 TP_WORKS["bad shapes"] = tp_rejects_bad_shapes
-tp_done = on_ranks("tp_done", TP_WORKS, hang=12, setup=four_ranks)
+tp_done = on_ranks("tp_done", TP_WORKS, setup=four_ranks)
 
 
 @pytest.mark.parametrize("name", TP_WORKS)
