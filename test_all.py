@@ -28913,7 +28913,7 @@ def test_planner_serving_flops_and_shards_add_up(name):
         assert layout.gpus * SCOST.weight_bytes(shape, layout) == pytest.approx(want), layout
 
 
-@pytest.mark.parametrize("name", ["llama3.2-1b", "llama3-8b", "qwen3-30b-a3b", "deepseek-v3"])
+@pytest.mark.parametrize("name", "llama3.2-1b llama2-7b llama3-8b qwen3-30b-a3b deepseek-v3".split())
 def test_planner_serving_reads_what_the_model_reads(name):
     """Decoding's bytes are those of model.py's weights and KVCache, counted on tensors of the same
     config on the meta device, to 1%: activations."""
@@ -30431,26 +30431,61 @@ def test_generate_prints_the_texts_that_it_does_not_stream():
     assert generated(f"{flags} --prompt-tokens 4")["out"] == alone + "\n"
 
 
+def test_generate_streams_every_token(monkeypatch):
+    """Into a pipe, the prompt arrives before the first step and each token before the next step."""
+    steps, wrote = [], []
+
+    class Pipe(io.RawIOBase):
+        def writable(self):
+            return True
+
+        def write(self, data):
+            wrote.append((len(steps), bytes(data).decode()))
+            return len(data)
+
+    for name in ("start", "next"):
+        step = getattr(G.Decoder, name)
+        counted = lambda *args, step=step: steps.append(1) or step(*args)
+        monkeypatch.setattr(G.Decoder, name, counted)
+    flags = "--temperature 0 --max-new-tokens 12 --ignore-eos".split()
+    text = generated(" ".join(flags), "def f(")["out"]
+    steps.clear()
+    monkeypatch.setattr(G, "measure_bandwidth", lambda device: 1e9)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BufferedWriter(Pipe()), "utf-8"))
+    assert G.main(["def f(", *flags, "--device", "cpu", "--dtype", "fp32"]) == 0
+    assert [at for at, _ in wrote] == [*range(13)] and wrote[0][1] == "def f("
+    assert "".join(part for _, part in wrote) + "\n" == text
+
+
 @pytest.mark.slow
 def test_generate_as_a_process():
-    """Text on stdout, the first of it within 5 s, one line of statistics on stderr; a prompt from a
-    pipe; a closed stdout is no error; bad input to either program is one line, no traceback."""
-    start = time.perf_counter()
-    p = generate_process("--max-new-tokens", 30)
-    p.stdout.read(len(PROMPT.DEFAULT_PROMPT) + 1)
-    waited = time.perf_counter() - start
-    _, err = p.communicate(timeout=60)
-    assert p.returncode == 0 and waited < 5 and err.count("\n") == 1, (waited, err)
-    assert re.search(r"loaded in .* first token after .* tok/s .* GB/s, \d+% of", err), err
+    """Text on stdout, one line of statistics on stderr; a prompt from a pipe; a closed stdout is no
+    error; bad input to either program is one line, no traceback."""
     flags = ("--max-new-tokens", "12", "--seed", "3")
-    by_pipe = run("generate.py", *flags, stdin="def f(")
-    assert run_generate("def f(", *flags).out == by_pipe.stdout and "def f(" in by_pipe.stdout
-    p = generate_process("--max-new-tokens", 50)
-    p.stdout.read(1)
-    p.stdout.close()
-    assert p.stderr.read() == "" and p.wait(60) == 0
+    done = run("generate.py", *flags, stdin="def f(")
+    assert done.returncode == 0 and done.stdout == run_generate("def f(", *flags).out
+    assert done.stdout.startswith("def f(") and done.stderr.count("\n") == 1
+    words = r"loaded in .* first token after .* tok/s .* GB/s, \d+% of"
+    assert re.search(words, done.stderr), done.stderr
+    reader, writer = os.pipe()
+    os.close(reader)
+    p = generate_process(stdout=writer)
+    os.close(writer)
+    assert (p.communicate(timeout=240)[1], p.returncode) == ("", 0)
     refused(run("generate.py", "x", "--checkpoint", "/nowhere"), "/nowhere", "config.json")
     refused(run("train.py", "--data", "/nowhere", "--out", "/nowhere/out"), "--data", "/nowhere")
+
+
+def test_generate_only_rank_0_prints(monkeypatch):
+    """Under torchrun the other ranks print nothing, and when they fail they let it print first."""
+    waits = []
+    monkeypatch.setattr(G.time, "sleep", waits.append)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        done = run_generate("--tp", "2", "--interactive")
+        assert done.code == 2 and done.out == "" and done.err.count("\n") == (rank == "0")
+    assert waits == [1]
 
 
 README_SAMPLES = re.findall(
@@ -30542,60 +30577,6 @@ def test_generate_predicts_only_what_bandwidth_bounds(flags, words):
     assert not G.predicts(args, decoder)
     args.compile = True
     assert G.predicts(args, decoder) == (flags == "--bench")
-
-
-SERVING_CPU_SHAPES = {  # layers of TinyLlama, Llama 3 8B and Llama 2 7B: 0.9 to 1.6 GB in bf16
-    "tinyllama": cost_model.Shape(10, 2048, 32, 4, 64, 5632, 32000),
-    "llama3": cost_model.Shape(3, 4096, 32, 8, 128, 14336, 32000),
-    "llama2": cost_model.Shape(3, 4096, 32, 32, 128, 11008, 32000),
-}
-
-
-def others_are_idle() -> bool:
-    """Whether other programs leave the cores alone for a tenth of a second."""
-
-    def times() -> list[int]:
-        return list(map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:]))
-
-    before = times()
-    time.sleep(0.1)
-    spent = [b - a for a, b in zip(before, times())]
-    return spent[3] + spent[4] > 0.9 * sum(spent)  # idle, and waiting for a disk
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="/proc/stat says what others compute")
-@pytest.mark.parametrize("name", SERVING_CPU_SHAPES)
-@torch.inference_mode()
-def test_generate_decode_time_is_predicted_from_bandwidth(name, tmp_path):
-    """The planner's seconds of a decode step on this machine, calibrated by generate.py's measured
-    bandwidth alone, are within 20% of the measured ones: the median ratio of the rounds, of five,
-    during which no other program computed, each with a bandwidth of its own."""
-    shape, cpu = SERVING_CPU_SHAPES[name], torch.device("cpu")
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(serving_config(shape).to_hf()))
-    assert cost_model.load_shape(str(path)) == shape
-    model = LOAD.dummy_model(str(path), cpu, torch.bfloat16)
-    LOAD.optimize_for_inference_(G.parse_args(["x"]), model)
-    decoder, ratios = G.Decoder(model, 160, GREEDY), []
-    with torch_threads(len(os.sched_getaffinity(0))):
-        decoder.start(list(range(100)))
-        for _ in range(5):
-            quiet, seconds = others_are_idle(), []
-            machine = cost_model.Device(1e15, 1e15, 1e12, G.measure_bandwidth(cpu), 1e12, 0)
-            work = SCOST.decode_work(1, decoder.num_cached + 2)
-            for _ in range(3):
-                began = time.perf_counter()
-                decoder.next()
-                seconds.append(time.perf_counter() - began)
-            if quiet and others_are_idle():
-                step = SCOST.step(shape, machine, SCOST.Layout(), work)
-                ratios.append(step.bandwidth / min(seconds))
-    if len(ratios) < 3:
-        pytest.skip("other programs compute: the time of a step needs a quiet machine")
-    print(f"{name}: predicted / measured {statistics.median(ratios):.2f}, {min(ratios):.2f} to "
-          f"{max(ratios):.2f}; {1e3 * min(seconds):.1f} ms")  # fmt: skip
-    assert statistics.median(ratios) == pytest.approx(1, abs=0.2)
 
 
 def test_generate_gpu_report_lists_commands_that_parse(monkeypatch, capsys):
@@ -31288,7 +31269,7 @@ def generate_on_ranks(generate_files, tmp_path_factory) -> Callable:
                 flags = " ".join(words).format(**files)
                 cases[flags] = partial(generate_on_rank, flags)
         folder = tmp_path_factory.mktemp("ranks")
-        return run_on_ranks(folder, cases, int(world), limit=400, setup=generate_rank)
+        return run_on_ranks(folder, cases, int(world), limit=1800, setup=generate_rank)
 
     def results(world: str, flags: str, is_slow: bool) -> list:
         return started(world, is_slow)[flags.format(**files)]
@@ -31386,7 +31367,7 @@ def test_generate_tp_an_error_on_one_rank_is_raised_by_all(generate_on_ranks):
 @pytest.mark.slow
 def test_generate_tp_and_ep_under_torchrun(tmp_path, capsys):
     """torchrun: the prompt comes from a pipe, the text is printed once with one line of statistics;
-    --batch reads requests from a pipe and resumes; an error is one line and a non-zero exit."""
+    --batch reads requests from a pipe and resumes."""
     flags = "generate.py --dtype fp32 --temperature 0 --max-new-tokens 12".split()
     on = ["--ep", "--checkpoint", str(MOE)]
     done = run(*TORCHRUN, 2, *flags, *on, stdin=GOLDEN_PROMPT)
@@ -31401,9 +31382,6 @@ def test_generate_tp_and_ep_under_torchrun(tmp_path, capsys):
     done = run(*TORCHRUN, 2, *argv, stdin="\n".join(lines))
     assert done.returncode == 0, done.stderr
     assert [*serving_results(out)] == [1, 2, 3]
-    done = run(*TORCHRUN, 2, *flags, "--tp", 3)
-    lines = [line for line in done.stderr.splitlines() if line.startswith("generate.py: error")]
-    assert done.returncode != 0 and len(lines) == 1 and "2 processes" in lines[0], done.stderr
 
 
 # --------------------------------------------------------------------------------------------------
