@@ -180,7 +180,7 @@ class ModelConfig:
         _check(ok, "qk_cosine cannot be combined with qk_norm: both normalize q and k")
         windows, blocks = self.windows, self.sparse_blocks
         ok = len(windows) in (0, self.n_layers) and all(w is None or w >= 1 for w in windows)
-        _check(ok, "sliding_window (windows): 1 or more, or null, for each layer")
+        _check(ok, "sliding_window (windows) must be 1 or more, or null, for each layer")
         ok = self.qk_conv == 0 or self.qk_conv >= 2
         _check(ok, f"qk_conv must be 0, or a width of 2 or more, not {self.qk_conv}")
         ok = len(blocks) == 4 and min(blocks[:2]) >= 1 and min(blocks[2:]) >= 0
