@@ -13231,12 +13231,13 @@ def test_serving_latency_counts_from_the_arrival_time(monkeypatch):
 
 def test_serving_benchmark_prints_a_table_or_json():
     """--bench-serving prints a table, or one object with --json; all requests but the first batch
-    find the shared prefix in the cache; --batch samples as a single run, --bench-serving is greedy unless told otherwise."""
+    find the shared prefix in the cache; --batch samples as a single run, --bench-serving is greedy
+    unless told otherwise."""
     flags = "--dummy draft --bench-serving 12 --request-rate 200 --set output_tokens=2:5 "
     flags += "--shared-prefix 64 --kv-blocks 99"
     stats = generated(f"{flags} --json --max-num-seqs 4 --set arrival_cv=2")
-    hits = stats["hit_rate"] * stats["prompt_tokens"]  # of 8 requests, or of more that are late
-    assert stats["requests"] == 12 and 8 * 64 - 1e-3 * hits <= hits <= 11 * 64 + 1e-3 * hits, stats
+    hits = round(stats["hit_rate"] * stats["prompt_tokens"])
+    assert stats["requests"] == 12 and 8 * 64 <= hits <= 11 * 64, stats
     assert 24 <= stats["output_tokens"] <= 60 and stats["ttft_seconds_p99"] > 0
     table = generated(flags)["out"]
     assert all(word in table for word in ("tok/s", "p50", "p99", "queue time", "preemptions"))
@@ -15142,7 +15143,7 @@ def http_program(program: Sequence[str], *argv: str) -> tuple[subprocess.Popen, 
     url = f"http://127.0.0.1:{port.getsockname()[1]}"
     argv = [sys.executable, *program, "--serve", url[7:], "--device", "cpu", *argv]
     process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, cwd=REPO)
-    process.port = port
+    process.port = port  # the server binds it too
     next(line for line in process.stderr if url in line)
     wait_until(partial(http_is_up, url))
     return process, url
@@ -15192,7 +15193,7 @@ def fork_server(
     port = reserved_port()
     address = f"127.0.0.1:{port.getsockname()[1]}"
     process = fork_generate(log, "--serve", address, *argv, go=go)
-    process.port = port
+    process.port = port  # the server binds it too
     return process, f"http://{address}"
 
 
@@ -15200,8 +15201,8 @@ def fork_server(
 def test_server_on_ranks_under_torchrun(monkeypatch):
     """--serve --tp 2: the text is one process's, also if SIGTERM comes amid the stream."""
     monkeypatch.setattr(P, "INTERPRET", False)
-    want = http_reference(HTTP_PROMPT, seed=1, max_new_tokens=90, ignore_eos=True)[0].text
-    body = dict(prompt=HTTP_PROMPT, seed=1, max_tokens=90, ignore_eos=True, stream=True)
+    want = http_reference(HTTP_PROMPT, seed=1, max_new_tokens=40, ignore_eos=True)[0].text
+    body = dict(prompt=HTTP_PROMPT, seed=1, max_tokens=40, ignore_eos=True, stream=True)
     program = *TORCHRUN, "2", "generate.py"
     process, url = http_program(program, "--tp", "2", "--dtype", "fp32")
     with http_stream(f"{url}/v1/completions", json=body) as response:
@@ -15280,10 +15281,10 @@ def http_garbage(rng: random.Random) -> tuple[str, bytes, bool]:
     return rng.choice(["/v1/completions"] * 4 + others), data, rng.random() < 0.4
 
 
-@pytest.mark.parametrize("n", [100, pytest.param(1000, marks=pytest.mark.slow)])
-def test_server_random_requests_leave_nothing(n):
+@pytest.mark.parametrize("n", [100, pytest.param(500, marks=pytest.mark.slow)])
+def test_server_random_requests_leave_nothing(n, monkeypatch):
     """Random bodies, garbage among them, and clients that leave: no 5xx; http_server checks that no
-    block, call, stream or thread is left; only the streams that can be continued are in memory."""
+    block, call, stream or thread is left; only the last 8 streams are kept in memory."""
 
     async def one(client: httpx.AsyncClient, seed: int) -> None:
         rng = random.Random(seed)
@@ -15300,14 +15301,15 @@ def test_server_random_requests_leave_nothing(n):
         async with httpx.AsyncClient(base_url=url, timeout=HANG_SECONDS, limits=limits) as client:
             await asyncio.gather(*(one(client, seed) for seed in range(n)))
 
+    monkeypatch.setattr(SV, "KEPT_STREAMS", 8)
     kinds = SV.Generation, ASYNC.Stream
     in_memory = lambda: (gc.collect(), sum(type(x) in kinds for x in gc.get_objects()))[1]
     before = in_memory()
     with http_tiny(engine=dict(num_blocks=60, block_size=4)) as (server, url):
         asyncio.run(run(url))
         http_settled(server)
-        assert 0 < len(server.generations) <= SV.KEPT_STREAMS
-        wait_until(lambda: in_memory() == before + 2 * len(server.generations))
+        assert len(server.generations) == 8
+        wait_until(lambda: in_memory() == before + 2 * 8)
 
 
 def test_server_counts_a_waiting_request_once():
