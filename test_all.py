@@ -11622,16 +11622,24 @@ def test_structured_ends():
         assert (got, output.finish_reason) == (text, reason), (pattern, settings, jump)
 
 
-@pytest.mark.parametrize("limit", [dict(MAX_SECONDS=1), dict(MAX_BYTES=2**28)])
-def test_structured_compilation_is_bounded(monkeypatch, limit):
-    """A pattern of few characters, the automaton of which has 2**31 states."""
-    for name, value in limit.items():
+@pytest.mark.parametrize(
+    "limits, code",
+    [
+        (dict(MAX_SECONDS=1, MAX_BYTES=2**40), -signal.SIGKILL),
+        (dict(MAX_SECONDS=1000, MAX_BYTES=2**28), -signal.SIGABRT),
+    ],
+)
+def test_structured_compilation_is_bounded(monkeypatch, limits, code):
+    """A pattern of few characters, the automaton of which has 2**31 states: its process ends when
+    it exceeds the CPU time, and when it exceeds the memory."""
+    ended, run_process = [], subprocess.run
+    run = lambda *args, **kwargs: ended.append(run_process(*args, **kwargs)) or ended[-1]
+    monkeypatch.setattr(GR, "subprocess", SimpleNamespace(run=run))
+    for name, value in limits.items():
         monkeypatch.setattr(GR, name, value)
-    seconds = lambda: resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    before = seconds()
     with pytest.raises(ValueError, match="too large"):
         GR.compile_dfa("(a|b)*a(a|b){30}")
-    assert seconds() < before + 5
+    assert [done.returncode for done in ended] == [code]
 
 
 def test_structured_flags_of_generate(tmp_path):
@@ -11894,20 +11902,19 @@ def test_serving_resumes_after_a_crash_at_any_byte(tmp_path):
 def test_serving_survives_kill_and_ctrl_c(tmp_path):
     """Killed by SIGKILL, resumed and stopped by Ctrl-C (exit code 130), then resumed to the end:
     each request is answered once, as in an undisturbed run."""
-    n = 80  # many, so that also a loaded machine can signal before the end
-    path = serving_file(tmp_path / "in.jsonl", serving_requests(n))
-    out = tmp_path / "in.results.jsonl"
+    n, path = 40, serving_file(tmp_path / "in.jsonl", serving_requests(40))
+    out, log = tmp_path / "in.results.jsonl", tmp_path / "log"
     flags = f"--temperature 0 --checkpoint {DRAFT} --max-num-seqs 2"
+    argv = f"--batch {path} {flags} --dtype fp32".split()
+    n_results = lambda: out.read_bytes().count(b"\n") if out.exists() else 0
     for sign, code, enough in ((signal.SIGKILL, -9, 3), (signal.SIGINT, 130, 12)):
-        argv = f"--batch {path} {flags} --dtype fp32 --device cpu".split()
-        p = generate_process(*argv, stdout=subprocess.DEVNULL)
-        while p.poll() is None and (not out.exists() or out.read_bytes().count(b"\n") < enough):
-            time.sleep(0.005)
-        p.send_signal(sign)
-        err = p.communicate(timeout=60)[1]
-        assert p.returncode == code and "Traceback" not in err, err
-        assert enough <= out.read_bytes().count(b"\n") < n
-    assert "run it again" in err
+        process = fork_generate(log, *argv, steps=60, go=tmp_path / "never")
+        wait_until(lambda: n_results() >= enough)  # noqa: B023
+        os.kill(process.pid, sign)
+        process.join(HANG_SECONDS)
+        assert process.exitcode == code and "Traceback" not in log.read_text()
+        assert enough <= n_results() < n
+    assert "run it again" in log.read_text()
     resumed = serving_batch(path, flags)
     out.unlink()
     assert resumed == serving_batch(path, f"{flags} --max-num-seqs 16") and len(resumed) == n
@@ -12658,8 +12665,8 @@ def test_replica_timestamps_are_the_engines(policy, swap, cache, blocks):
 @pytest.mark.parametrize("policy", POLICY.POLICIES)
 @pytest.mark.parametrize("action", one_in(3, ["swap", "discard", "preserve"]))
 def test_replica_plans_many_steps_at_once(policy, action):
-    """Planned together or one by one, all steps have the same timestamps; most are planned
-    together."""
+    """Planned together or one by one, all steps have the same timestamps; a plan has two steps or
+    more, on average."""
     text = "conversations:n=9,rate=2,tools=1,turns=1:3,pause=3,system=40,input=3:60,output=5:90"
     trace = list(TR.generate(text + "+random:n=5,rate=1,priority=1,input=5:300,output=50:300", 3))
     sizes = dict(num_blocks=150, max_num_batched_tokens=256, max_num_seqs=12)
@@ -12669,7 +12676,7 @@ def test_replica_plans_many_steps_at_once(policy, action):
     many._plan = lambda: (n_plans.append(1), plan())
     assert simulated_timestamps(trace, one) == simulated_timestamps(trace, many)
     assert one.n_steps == many.n_steps
-    assert len(n_plans) < many.n_steps or not many.fixed_budget
+    assert len(n_plans) < 0.51 * many.n_steps or not many.fixed_budget
 
 
 def test_replica_plans_few_steps_without_a_prefix_cache():
@@ -12760,7 +12767,7 @@ def test_simulate_cost_is_fitted_to_steps():
     assert falling.per_key == 0.0 and min(astuple(falling)) == 0.0
 
 
-def test_simulate_measures_an_engine(tmp_path):
+def test_simulate_measures_an_engine():
     """Sizes of measured steps: all tokens that ran, and the keys that they read."""
     options = dict(num_blocks=200, prefix_cache=False, max_num_batched_tokens=16)
     engine = paged_engine(NoModel(), **options)
@@ -12856,17 +12863,37 @@ def test_simulate_mistakes(argv, words, capsys):
 
 
 @pytest.mark.slow
-def test_simulate_foretells_the_engine(tmp_path, capsys):
-    """Calibrated here, means and medians of a burst are those of a real run within a factor of 3:
-    other programs take their share of the machine. BENCHMARKS.md has those of a quiet one."""
+def test_simulate_foretells_the_engine(tmp_path, monkeypatch, capsys):
+    """Calibrated on an Engine whose steps take what a StepCost says, the simulator's metrics of a
+    burst are those of a run of that Engine. BENCHMARKS.md has those of a machine."""
+    now, load_engine, run = [0.0], SIM.load_engine, P.Engine._run
+    advance = lambda seconds: now.__setitem__(0, now[0] + seconds)
+
+    def load_clocked(flags):
+        engine = load_engine(flags)
+        engine.clock = lambda: now[0]
+        return engine
+
+    def run_clocked(engine, plan, drafts):
+        size = RP.step_size(plan)
+        hidden = run(engine, plan, drafts)
+        advance(SIM_COST(*size, 0))
+        return hidden
+
+    monkeypatch.setattr(SIM, "load_engine", load_clocked)
+    monkeypatch.setattr(SIM, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(V, "time", SimpleNamespace(sleep=advance))
+    monkeypatch.setattr(P.Engine, "_run", run_clocked)
+    monkeypatch.setattr(P, "INTERPRET", False)
     cost, sizes = str(tmp_path / "cost.json"), ["--max-num-seqs=16", "--max-num-batched-tokens=512"]
-    assert SIM.main(["--calibrate", cost, "--dtype=fp32", *sizes]) == 0
-    trace = "random:n=60,rate=30,cv=3,input=16:200,output=16:64"
+    (config := tmp_path / "config.json").write_text(json.dumps(tiny(max_seq_len=512).to_hf()))
+    flags = [f"--dummy={config}", "--device=cpu", "--dtype=fp32", *sizes]
+    assert SIM.main(["--calibrate", cost, *flags]) == 0
+    trace = "random:n=40,rate=30,cv=3,input=16:200,output=16:64"
     capsys.readouterr()
-    assert SIM.main([trace, "--cost", cost, "--engine", "--json", "--dtype=fp32", *sizes]) == 0
+    assert SIM.main([trace, "--cost", cost, "--engine", "--json", *flags]) == 0
     simulated, real = json.loads(capsys.readouterr().out).values()
-    for name in ("tokens_per_second", "ttft_p50", "itl_p50", "e2e_mean"):
-        assert 1 / 3 < simulated[name] / real[name] < 3, (name, simulated, real)
+    assert simulated == pytest.approx(real, rel=1e-6) and simulated["requests"] == 40
 
 
 # --------------------------------------------------------------------------------------------------
@@ -13229,12 +13256,14 @@ def test_serving_latency_counts_from_the_arrival_time(monkeypatch):
 
 
 def test_serving_benchmark_prints_a_table_or_json():
-    """--bench-serving prints a table, or one object with --json; the shared prefix hits the prefix
-    cache; --batch samples as a single run, --bench-serving is greedy unless told otherwise."""
+    """--bench-serving prints a table, or one object with --json; all requests but the first batch
+    find the shared prefix in the cache; --batch samples as a single run, --bench-serving is greedy
+    unless told otherwise."""
     flags = "--dummy draft --bench-serving 12 --request-rate 200 --set output_tokens=2:5 "
     flags += "--shared-prefix 64 --kv-blocks 99"
     stats = generated(f"{flags} --json --max-num-seqs 4 --set arrival_cv=2")
-    assert stats["requests"] == 12 and stats["hit_rate"] > 0.3, stats
+    hits = round(stats["hit_rate"] * stats["prompt_tokens"])
+    assert stats["requests"] == 12 and 8 * 64 <= hits <= 11 * 64, stats
     assert 24 <= stats["output_tokens"] <= 60 and stats["ttft_seconds_p99"] > 0
     table = generated(flags)["out"]
     assert all(word in table for word in ("tok/s", "p50", "p99", "queue time", "preemptions"))
@@ -13261,7 +13290,7 @@ def disaggregated_trace(placement, fails, env):
     except (RuntimeError, ZeroDivisionError):
         (env.folder / f"failed{env.rank}").touch()
         raise
-    assert len(got) == 6 and all(0 < a < 20 and b >= 0 for a, b in got), got
+    assert len(got) == 6 and all(a > 0 and b >= 0 for a, b in got), got
     assert got[0][1] == 0 and all(b > 0 for _, b in got[1:])
     return got
 
@@ -13283,7 +13312,7 @@ def test_serving_trace_on_ranks(tmp_path):
     cases = {p: partial(disaggregated_trace, p, False) for p in every}
     cases |= dict(gqa=partial(goodput_of_rank, tiny()), mla=partial(goodput_of_rank, latent()))
     cases["fails"] = partial(disaggregated_trace, every[-1], True)
-    ranks = run_on_ranks(tmp_path, cases, 3)
+    ranks = run_on_ranks(tmp_path, cases, 3, limit=600, hang=HANG_SECONDS)
     assert all(ranks[name].count(ranks[name][0]) == 3 for name in list(cases)[:-1])
     for table in (ranks["gqa"][0], ranks["mla"][0]):
         rows = [":".join(line.split()[:2]) for line in table.splitlines()[1:]]
@@ -13480,16 +13509,14 @@ def test_policies_fair_admits_in_turn_and_idleness_saves_nothing_up():
     watch = lambda scheduler, alive, now: first.append([seq.client for seq in scheduler.running])
     policy_run("fair", jobs, watch=watch, max_num_seqs=6)
     assert Counter(first[0]) == dict(a=3, b=3)
-    for gap in (0, 30):  # steps between the last request of a's first batch and b's arrival
+    for at in (100, 430):  # amid a's first requests, which take 40 * 20 / 2 = 400 steps, and later
         jobs = [Job(0, 4, 20, "a") for _ in range(40)]
-        n = 400 + gap if gap else 100  # the first batch takes 400 / 2 = 200 steps
-        jobs += [Job(n, 4, 20, c) for c in "b" * 30 + "a" * 30]
+        jobs += [Job(at, 4, 20, c) for c in "b" * 30 + "a" * 30]
         policy_run("fair", jobs, max_num_seqs=2)
-        late = [job for job in jobs if job.at == n]
-        ends = {c: sorted(job.times[-1] for job in late if job.client == c) for c in "ab"}
-        limit = 3 if gap else 40
-        head = sum(end < ends["a"][10] for end in ends["b"])
-        assert 8 <= head <= 14 or not gap and head <= limit, (gap, head)
+        ends = {c: sorted(job.times[-1] for job in jobs if job.client == c) for c in "ab"}
+        later = [end for end in ends["a"] if end > at]
+        n_before = sum(end < later[10] for end in ends["b"])
+        assert 8 <= n_before <= 14, (at, n_before)
 
 
 def test_policies_predictor_learns_from_finished_outputs():
@@ -13849,8 +13876,7 @@ def variants_check(result, queries, variants, workers) -> None:
 
 @pytest.mark.parametrize("name", [*VA.POLICIES, "ramsis", "best-effort"])
 def test_variants_invariants_on_random_traces(name):
-    """Every policy, with failing workers, on random traces: variants_check; floors are kept by the
-    policies that know them."""
+    """Every policy, with failing workers and floors, on random traces: variants_check."""
     rng = random.Random(name)
     for seed in range(3):
         slo, workers = rng.choice((0.03, 0.06, 0.2)), rng.randint(1, 3)
@@ -14100,6 +14126,12 @@ def test_variants_calibrate(monkeypatch):
 # --------------------------------------------------------------------------------------------------
 
 
+HANG_SECONDS = 120.0  # after which a test that waits has failed
+os.environ["no_proxy"] = "127.0.0.1"  # of the servers below, also where a proxy is set
+http_get = partial(httpx.get, timeout=HANG_SECONDS)
+http_stream = partial(httpx.stream, "POST", timeout=HANG_SECONDS)
+
+
 @cache
 def http_small(dtype: str = "fp32") -> tuple[M.Transformer, K.Tokenizer]:
     with torch.inference_mode():
@@ -14118,12 +14150,14 @@ def http_server(model=None, tokenizer=None, keys=(), engine={}, make=SV.AsyncEng
     engine = dict(num_blocks=400, max_num_seqs=32) | engine
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(P, "INTERPRET", False)
+        patch.setattr(SV, "HEADER_SECONDS", HANG_SECONDS)
         service = V.Service(model, tokenizer, model.config.eos_ids, **engine)
         sizes = service.engine.capacity, model.config.vocab_size
         served = OA.Model("test", tokenizer, template, *sizes)
         make_engine = partial(make, service)
         server = SV.Server(make_engine, served, keys, SV.Limits(**limits))
         http = SV.DrainingServer(server, "127.0.0.1", 0)
+        http.config.timeout_keep_alive = HANG_SECONDS  # no client sends when this is over
         thread = threading.Thread(target=http.run)
         thread.start()
         try:
@@ -14132,11 +14166,11 @@ def http_server(model=None, tokenizer=None, keys=(), engine={}, make=SV.AsyncEng
             http_settled(server)
         finally:
             http.should_exit = True
-            thread.join(20)
+            thread.join(HANG_SECONDS)
         assert not thread.is_alive() and not getattr(server.engine, "thread", thread).is_alive()
 
 
-def wait_until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
+def wait_until(condition: Callable[[], Any], seconds: float = HANG_SECONDS) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"
@@ -14147,7 +14181,7 @@ def http_settled(server: SV.Server) -> None:
     """Nothing is left of any call."""
     wait_until(lambda: not server.calls.total())
     wait_until(lambda: all(g.ended.is_set() for g in [*server.generations.values()]))
-    assert not getattr(server.engine, "tasks", ())
+    wait_until(lambda: not getattr(server.engine, "tasks", ()))
     parts = getattr(server.engine, "engines", [server.engine])  # of a cascade
     for part in getattr(server.engine, "replicas", parts):
         engine, blocks = part.engine, part.engine.allocator
@@ -14159,7 +14193,7 @@ def http_settled(server: SV.Server) -> None:
 def http_post(url: str, path: str, body: Any, **headers: str) -> httpx.Response:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     names = {name.replace("_", "-"): value for name, value in headers.items()}
-    return httpx.post(url + path, content=data, headers=names, timeout=60)
+    return httpx.post(url + path, content=data, headers=names, timeout=HANG_SECONDS)
 
 
 def http_events(lines: Iterable[str]) -> Iterator[tuple[str, Any]]:
@@ -14192,7 +14226,7 @@ async def http_texts(url: str, bodies: list[dict]) -> list[str]:
         return streamed_texts(http_events(lines))[0]
 
     limits = httpx.Limits(max_connections=len(bodies))
-    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=HANG_SECONDS, limits=limits) as client:
         return await asyncio.gather(*map(text, bodies))
 
 
@@ -14425,11 +14459,11 @@ def test_server_refuses_what_it_does_not_have():
             assert got.json()["error"]["param"] is None or not path.startswith("/v1"), got.text
         assert not server.engine.engine.counts["tokens_new"]
         assert http_post(url, "/v1/completions", dict(prompt="x", stream_options={})).is_success
-        assert httpx.get(f"{url}/v1/completions").status_code == 405
+        assert http_get(f"{url}/v1/completions").status_code == 405
         hosts = {200: "localhost:80 LOCALHOST [::1]:1 127.0.0.1"}
         hosts |= {403: "a.com a_b localhost.a.com 127.0.0.1:80.a.com ::1"}
         for status, host in ((s, host) for s in hosts for host in hosts[s].split()):
-            assert httpx.get(f"{url}/metrics", headers={"Host": host}).status_code == status
+            assert http_get(f"{url}/metrics", headers={"Host": host}).status_code == status
         for origin, status in ((url, 200), ("http://evil.example", 403), ("null", 403)):
             got = http_post(url, "/tokenize", {"prompt": "x"}, Origin=origin)
             assert got.status_code == status, origin
@@ -14451,25 +14485,63 @@ def http_slow(server: SV.Server, seconds: float) -> None:
         part.engine.step = lambda step=step: (time.sleep(seconds), step())[1]
 
 
+class HeldSteps:
+    """Within it no step of a server's engine with requests begins without a permit. unfinished:
+    their number at the beginning of each step, of the one that waits for a permit too."""
+
+    def __init__(self, server: SV.Server):
+        self.engine, self.unfinished = server.engine.engine, []
+        self.permits, self.n_permits = threading.Semaphore(0), 0
+
+    def __enter__(self) -> HeldSteps:
+        self.step, self.engine.step = self.engine.step, self._step
+        return self
+
+    def _step(self) -> list[P.Output]:
+        if self.engine.unfinished:
+            self.unfinished.append(self.engine.unfinished)
+            self.permits.acquire(timeout=2 * HANG_SECONDS)
+        return self.step()
+
+    def run(self, n: int) -> None:
+        """n more steps; returns when the next one waits."""
+        self.n_permits += n
+        self.permits.release(n)
+        wait_until(lambda: len(self.unfinished) > self.n_permits)
+
+    def end(self, *_) -> None:
+        self.engine.step = self.step
+        self.permits.release(10**6)
+
+    __exit__ = end
+
+
+def http_connect(url: str) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), HANG_SECONDS)
+
+
+HTTP_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 HTTP_LONG = dict(prompt=[5, 6, 7], max_tokens=100, ignore_eos=True)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_server_client_that_leaves_is_aborted(stream):
-    """At the next step; another client is not affected. http_server checks that nothing is left."""
+    """Before the next step; another client is not affected. http_server checks that nothing is
+    left."""
+    data = json.dumps(HTTP_LONG | dict(stream=stream, n=3)).encode()
     with http_tiny() as (server, url), ThreadPoolExecutor(1) as pool:
-        http_slow(server, 0.02)
-        other = pool.submit(http_post, url, "/v1/completions", HTTP_LONG)
-        with httpx.Client(timeout=httpx.Timeout(30, read=30 if stream else 0.2)) as client:
-            body = HTTP_LONG | dict(stream=stream, n=3)
-            if stream:
-                with client.stream("POST", f"{url}/v1/completions", json=body) as response:
-                    next(response.iter_lines())
-            else:
-                with pytest.raises(httpx.ReadTimeout):
-                    client.post(f"{url}/v1/completions", json=body)
-        wait_until(lambda: server.engine.engine.unfinished == 1, 1.0)
-        http_slow(server, 0)
+        with HeldSteps(server) as steps:
+            other = pool.submit(http_post, url, "/v1/completions", HTTP_LONG)
+            wait_until(lambda: server.engine.n_waiting == 1)
+            with http_connect(url) as client, client.makefile("rb") as lines:
+                client.sendall(HTTP_HEAD + b"Content-Length: %d\r\n\r\n" % len(data) + data)
+                wait_until(lambda: server.engine.n_waiting == 2)
+                steps.run(3)
+                if stream:
+                    next(http_events(line.decode().strip() for line in lines))
+            wait_until(lambda: server.engine.commands)
+            steps.run(1)
+            assert steps.unfinished[-2:] == [2, 1]
         assert other.result().json()["usage"]["completion_tokens"] == 100
 
 
@@ -14491,7 +14563,7 @@ def test_server_interrupted_stream_continues(n, echo, deaths, monkeypatch):
             texts, id, headers = [""] * n, "", {}
             logprobs = [{name: [] for name in choice["logprobs"]} for choice in want]
             for stop in (cut, 10**6):
-                with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers) as r:
+                with http_stream(f"{url}/v1/completions", json=body, headers=headers) as r:
                     assert r.status_code == 200
                     for id, data in islice(http_events(r.iter_lines()), stop + 1):
                         if data != "[DONE]":
@@ -14511,30 +14583,34 @@ def test_server_interrupted_stream_continues(n, echo, deaths, monkeypatch):
 
 
 def test_server_stream_is_continued_with_its_key_only(monkeypatch):
-    """Not with another key, nor with counts that the server cannot have sent; then still with its
-    own, while the server has not noticed that the connection broke. Tokens are counted once, and
-    kept up to a number of them."""
+    """Not with another key, nor with counts that the server cannot have sent; but with its own,
+    also before the server has noticed that the connection broke. Tokens are counted once, and kept
+    up to a number of them."""
     body = dict(prompt=HTTP_PROMPT, seed=5, max_tokens=12, stream=True, ignore_eos=True)
     n_tokens = len(http_small()[1].encode(HTTP_PROMPT)) + 12
     monkeypatch.setattr(SV, "KEPT_TOKENS", 2 * n_tokens + 6)
     (want,) = http_reference(HTTP_PROMPT, seed=5, max_new_tokens=12, ignore_eos=True)
-    with http_server(keys=(b"a", "\u00fc".encode())) as (server, url):
-        http_slow(server, 0.05)
+    keys = b"a", "\u00fc".encode()
+    with http_server(keys=keys) as (server, url), ThreadPoolExecutor(1) as pool:
         key = lambda k: {"Authorization": f"Bearer {k}".encode()}
         post = lambda k, **event: http_post(url, "/v1/completions", body, **key(k), **event)
         path = f"{url}/v1/completions?repeat_unacked=1"
-        with httpx.stream("POST", path, json=body, headers=key("a")) as response:
+        response = http_stream(path, json=body, headers=key("a"))
+        with HeldSteps(server) as steps, response as response:
+            steps.run(3)
             events = http_events(response.iter_lines())
             id, data = next(events)
+            (broken,) = server.generations.values()
             calls = (("a", id), ("\u00fc", id), ("a", id + "x"), ("a", id.partition(".")[0]))
             acks = [http_post(url, "/v1/acks", {"id": i}, **key(k)) for k, i in calls]
             assert [ack.status_code for ack in acks] == [204, 404, 404, 404]
             assert post("\u00fc", Last_Event_ID=id).status_code == 404
-            rest = post("a", Last_Event_ID=id)  # the first response is not closed
-        assert rest.status_code == 200
+            call = pool.submit(post, "a", Last_Event_ID=id)  # which ends the first response
+            wait_until(lambda: broken.connection is None)
+        rest = call.result()
+        assert rest.status_code == 200 and 0 < broken.n_tokens < 12
         assert streamed_texts([(id, data), *http_events(rest.text.splitlines())]) == [want.text]
         http_settled(server)
-        http_slow(server, 0)
         name = id.partition(".")[0]
         for counts in (".-1-0", ".1--1", ".13-1", f".{9 * 10**8}-1", ".1-1.1-1", "", ".x", ".1"):
             assert post("a", Last_Event_ID=name + counts).status_code == 404, counts
@@ -14542,9 +14618,13 @@ def test_server_stream_is_continued_with_its_key_only(monkeypatch):
             server.limits.max_queue = max_queue
             assert post(k, Last_Event_ID=f"{name}.1-1").status_code == status
         http_settled(server)
-        metrics = httpx.get(f"{url}/metrics", headers=key("a")).text
+        metrics = http_get(f"{url}/metrics", headers=key("a")).text
         assert "generation_tokens_total 12.0" in metrics
         assert [post("\u00fc").status_code for _ in range(3)] == [200] * 3
+        http_settled(server)
+        assert len(server.generations) == 2
+        body |= dict(stream=False)  # which is not kept, and takes no place
+        assert post("a").status_code == 200
         http_settled(server)
         assert len(server.generations) == 2
 
@@ -14557,7 +14637,7 @@ def test_server_stream_is_continued_twice_at_once():
     post = partial(http_post, path="/v1/completions", body=body)
     with http_server() as (server, url), ThreadPoolExecutor(2) as pool:
         http_slow(server, 0.02)
-        with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
+        with http_stream(f"{url}/v1/completions", json=body) as response:
             first = next(http_events(response.iter_lines()))
         http_settled(server)
         submit, both = server.engine.submit, asyncio.Barrier(2)
@@ -14575,21 +14655,26 @@ def test_server_stream_is_continued_twice_at_once():
 
 def test_server_repeats_what_is_not_acknowledged():
     """With ?repeat_unacked=1 each event has all text since the last acknowledged one: a client that
-    loses any of the others has the whole text."""
+    loses any of the others has the whole text. The engine waits for the first acknowledgement."""
     body, rng = dict(prompt=HTTP_PROMPT, seed=5, max_tokens=24, n=2, stream=True), random.Random(0)
     with http_server() as (server, url):
         want = http_post(url, "/v1/completions", body | dict(stream=False)).json()["choices"]
-        http_slow(server, 0.02)
-        readers, path, sizes = [UNACKED.Reader(), UNACKED.Reader()], "/v1/completions", []
-        with httpx.stream("POST", f"{url}{path}?repeat_unacked=1", json=body) as response:
+        readers, sizes, acked = [UNACKED.Reader(), UNACKED.Reader()], [], False
+        response = http_stream(f"{url}/v1/completions?repeat_unacked=1", json=body)
+        with HeldSteps(server) as steps, response as response:
+            steps.run(12)
             for id, data in http_events(response.iter_lines()):
                 last = data["choices"][0]["finish_reason"] if data != "[DONE]" else None
-                if data != "[DONE]" and (rng.random() < 0.5 or last):  # else this event is lost
+                lost = acked and not last and rng.random() < 0.5
+                if data != "[DONE]" and not lost:
                     for reader, unacked in zip(readers, data["unacked"], strict=True):
                         reader.receive(unacked["offset"], unacked["text"])
                     sizes.append(len(unacked["text"]))
-                    if rng.random() < 0.5:
-                        http_post(url, "/v1/acks", {"id": id})
+                    have_text = all(reader.text for reader in readers)
+                    if have_text and (not acked or rng.random() < 0.5):
+                        assert http_post(url, "/v1/acks", {"id": id}).status_code == 204
+                        acked = True
+                        steps.end()
         assert [reader.text for reader in readers] == [choice["text"] for choice in want]
         assert max(sizes) < len(want[1]["text"])  # acknowledged text is not repeated
         for bad in ({"id": "cmpl-x.1-2"}, {"id": 3}, []):
@@ -14619,107 +14704,143 @@ def test_server_bounds_queue_calls_and_time():
     with http_tiny(**options) as (server, url), ThreadPoolExecutor(8) as pool:
         for key, status in dict(a=200, b=200, c=401, ab=401).items():
             assert post(url, body(1), key).status_code == status
-        assert httpx.get(f"{url}/metrics").status_code == 401
-        assert httpx.get(f"{url}/health").status_code == 200
-        http_slow(server, 0.05)
-        running = [pool.submit(post, url, body(100))]
-        wait_until(lambda: server.engine.stats()["running"] == 1 and not server.engine.n_waiting)
-        running += [pool.submit(post, url, body(2)) for _ in range(2)]
-        wait_until(lambda: server.engine.n_waiting == 2)
-        for max_calls, key, word in ((4, "a", "queue"), (3, "a", "this key"), (3, "b", "queue")):
-            server.limits.max_calls_per_key = max_calls
-            full = post(url, HTTP_LONG, key)
-            assert full.status_code == 429 and full.headers["retry-after"] and word in full.text
-        http_slow(server, 0)
+        assert http_get(f"{url}/metrics").status_code == 401
+        assert http_get(f"{url}/health").status_code == 200
+        with HeldSteps(server) as steps:
+            running = [pool.submit(post, url, body(100))]
+            wait_until(lambda: server.engine.n_waiting == 1)
+            steps.run(1)
+            running += [pool.submit(post, url, body(2)) for _ in range(2)]
+            wait_until(lambda: server.engine.n_waiting == 2)
+            full_of = (4, "a", "queue"), (3, "a", "this key"), (3, "b", "queue")
+            for max_calls, key, word in full_of:
+                server.limits.max_calls_per_key = max_calls
+                full = post(url, HTTP_LONG, key)
+                assert full.status_code == 429 and full.headers["retry-after"] and word in full.text
         assert [r.result().status_code for r in running] == [200] * 3
-        http_slow(server, 0.05)
-        server.limits.request_timeout = 0.2
-        assert post(url, HTTP_LONG).status_code == 504
-        *_, error, done = http_events(post(url, body(100, stream=True)).text.splitlines())
-        assert error[1]["error"]["code"] == 504 and done[1] == "[DONE]"
+        for stream in (False, True):
+            for seconds in (0.2, 2, 20):  # a stream begins when the engine has its request
+                server.limits.request_timeout = seconds
+                with HeldSteps(server):
+                    got = post(url, HTTP_LONG | dict(stream=stream))
+                http_settled(server)
+                if not stream or got.status_code == 200:
+                    break
+                assert got.status_code == 504
+            if stream:
+                *_, error, done = http_events(got.text.splitlines())
+                assert error[1]["error"]["code"] == 504 and done[1] == "[DONE]"
+            else:
+                assert got.status_code == 504 and "took too long" in got.text
 
 
 def test_server_bounds_hold_for_calls_at_once(monkeypatch):
     """Calls that arrive within one step, or whose bodies take long, count as well; a body that
-    never ends is a 408, and headers that do not end, or not in time, are refused."""
+    never ends is a 408, and headers that do not end, or not in time, are refused; after a request
+    a connection may be idle."""
     post = lambda _: http_post(url, "/v1/completions", HTTP_LONG | dict(max_tokens=1)).status_code
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
-    monkeypatch.setattr(SV, "HEADER_SECONDS", 0.3)
     with http_tiny(engine=dict(max_num_seqs=1), max_queue=2) as (server, url):
-        connect = partial(socket.create_connection, ("127.0.0.1", int(url.rpartition(":")[2])))
-        step, go = server.engine.engine.step, threading.Event()
-        server.engine.engine.step = lambda: (go.wait(20), step())[1]
-        with ThreadPoolExecutor(9) as pool:
+        with ThreadPoolExecutor(9) as pool, HeldSteps(server):
             calls = [pool.submit(post, i) for i in range(9)]
             wait_until(lambda: sum(call.done() for call in calls) >= 6)
-            go.set()
-            assert Counter(call.result() for call in calls)[429] >= 6
-        server.limits.max_calls_per_key, server.limits.request_timeout = 1, 0.3
-        with connect() as slow:
-            slow.sendall(head + b"Content-Length: 9\r\n\r\n{")
-            wait_until(server.calls.total)
-            assert "this key" in http_post(url, "/v1/completions", HTTP_LONG).text
-            assert b"408" in slow.recv(100)
-        with connect() as endless, contextlib.suppress(ConnectionError):
-            endless.sendall(head + b"X: " + b"x" * 2**20)
+        assert Counter(call.result() for call in calls)[429] >= 6
+        server.limits.max_calls_per_key = 1
+        for seconds in (HANG_SECONDS, 0.3):
+            server.limits.request_timeout = seconds
+            with http_connect(url) as slow:
+                slow.sendall(HTTP_HEAD + b"Content-Length: 9\r\n\r\n{")
+                if seconds == HANG_SECONDS:
+                    wait_until(server.calls.total)
+                    assert "this key" in http_post(url, "/v1/completions", HTTP_LONG).text
+                else:
+                    assert b"408" in slow.recv(100)
+            wait_until(lambda: not server.calls.total())
+        with http_connect(url) as endless, contextlib.suppress(ConnectionError):
+            endless.sendall(HTTP_HEAD + b"X: " + b"x" * 2**20)
             assert b"400" in endless.recv(100)
         get = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+        monkeypatch.setattr(SV, "HEADER_SECONDS", 0.3)
         for begun in (b"", get[:9], get + b"\r\n" + get):
-            with connect() as slow:
-                slow.settimeout(0.1)
-                slow.sendall(begun)
-                received, end = b"x", time.monotonic() + 5
-                while received:  # a byte now and then
-                    with contextlib.suppress(TimeoutError):
-                        received = slow.recv(999)
-                    with contextlib.suppress(ConnectionError):
-                        slow.sendall(get[9:10] if begun else b"")
-                    assert time.monotonic() < end
-        with connect() as again:  # after a request the connection may be idle
-            for _ in range(2):
-                again.sendall(get + b"\r\n")
-                assert b"200 OK" in again.recv(999)
-                time.sleep(0.4)
+            http_send_until_closed(url, begun, get[9:10] if begun else b"")
+        sent = threading.Event()  # the server looks at the connection when it has the request
+        server.engine.loop.call_soon_threadsafe(sent.wait, HANG_SECONDS)
+        with http_connect(url) as again:
+            again.sendall(get + b"\r\n")
+            sent.set()
+            assert b"200 OK" in again.recv(999)
+            time.sleep(0.4)
+            again.sendall(get + b"\r\n")
+            assert b"200 OK" in again.recv(999)
+
+
+def http_send_until_closed(url: str, data: bytes, more: bytes) -> None:
+    """Send data, and every 0.1 s more, until the server closes the connection."""
+    with http_connect(url) as client, contextlib.suppress(ConnectionError):
+        client.settimeout(0.1)
+        client.sendall(data)
+        end, received = time.monotonic() + HANG_SECONDS, b"x"
+        while received:
+            with contextlib.suppress(TimeoutError):
+                received = client.recv(999)
+            client.sendall(more)
+            assert time.monotonic() < end
+
+
+async def http_call_app(server: SV.Server, body: dict, send: Callable) -> None:
+    """A completion from the application itself, whose parts of the response go to send."""
+    parts = iter([{"type": "http.request", "body": json.dumps(body).encode()}])
+
+    async def receive() -> dict:
+        return next(parts, None) or await asyncio.Future()
+
+    headers = [(b"host", b"localhost")]
+    scope = dict(type="http", method="POST", path="/v1/completions", headers=headers,
+                 query_string=b"", server=("x", 1), asgi={"spec_version": "2.3"})  # fmt: skip
+    await server.app()(scope, receive, send)
 
 
 def test_server_reader_that_never_reads_is_cut_off(monkeypatch):
     """Soon after the deadline, whatever it has not read."""
     monkeypatch.setattr(SV, "SEND_SECONDS", 0.1)
+    statuses = []
 
-    async def call(app: Callable) -> None:
-        body = json.dumps(HTTP_LONG | dict(stream=True)).encode()
-        parts = iter([{"type": "http.request", "body": body}])
+    async def send(message: dict) -> None:
+        if "status" in message:
+            statuses.append(message["status"])
+        elif statuses[-1] == 200:
+            await asyncio.Future()
 
-        async def receive() -> dict:
-            return next(parts, None) or await asyncio.Future()
-
-        async def send(message: dict) -> None:
-            await (asyncio.sleep(0) if "status" in message else asyncio.Future())
-
-        headers = [(b"host", b"localhost")]
-        scope = dict(type="http", method="POST", path="/v1/completions", headers=headers,
-                     query_string=b"", server=("x", 1), asgi={"spec_version": "2.3"})  # fmt: skip
-        await app(scope, receive, send)
-
-    with http_tiny(request_timeout=0.3) as (server, url):
-        done = asyncio.run_coroutine_threadsafe(call(server.app()), server.engine.loop)
-        assert done.result(10) is None
+    with http_tiny() as (server, url):
+        for seconds in (0.3, 3, 30):  # a stream begins when the engine has its request
+            server.limits.request_timeout = seconds
+            call = http_call_app(server, HTTP_LONG | dict(stream=True), send)
+            done = asyncio.run_coroutine_threadsafe(call, server.engine.loop)
+            assert done.result(HANG_SECONDS) is None
+            if statuses[-1] == 200:
+                break
+            assert statuses[-1] == 504
+        assert statuses[-1] == 200
 
 
-@pytest.mark.slow
 def test_server_slow_reader_gets_larger_pieces():
     """A client that does not read does not delay the engine, and what it has not read is kept once:
-    then it gets the rest in fewer events than there are tokens."""
-    with http_server() as (server, url):
-        body = dict(prompt=HTTP_PROMPT, seed=5, max_tokens=300, ignore_eos=True, logprobs=20)
-        body |= dict(n=16, stream=True)  # more than a socket's buffers hold
-        with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
-            events = http_events(response.iter_lines())
-            next(events)
-            wait_until(lambda: server.engine.engine.unfinished == 0, 60)
-            rest = [data["choices"][0] for _, data in events if data != "[DONE]"]
-        assert len(rest) < 16 * 300 * 0.9
-        assert sum(len(choice["logprobs"]["tokens"]) for choice in rest) >= 16 * 300 - 20
+    after its first event it gets the rest of each choice in one."""
+    choices, n = [], 4
+
+    async def send(message: dict) -> None:
+        lines = message.get("body", b"").decode().splitlines()
+        choices.extend(data["choices"][0] for _, data in http_events(lines) if data != "[DONE]")
+        (generation,) = server.generations.values()
+        while len(choices) == 1 and not generation.stream.finished:
+            await asyncio.sleep(0.001)
+
+    with http_tiny() as (server, _):
+        body = HTTP_LONG | dict(seed=5, logprobs=2, n=n, stream=True)
+        call = http_call_app(server, body, send)
+        asyncio.run_coroutine_threadsafe(call, server.engine.loop).result(HANG_SECONDS)
+    rest = Counter(choice["index"] for choice in choices[1:])
+    assert rest == Counter(range(n)), rest
+    assert sum(len(choice["logprobs"]["tokens"]) for choice in choices) == n * 100
 
 
 # ---- a cascade's server ----
@@ -14782,7 +14903,7 @@ def test_cascade_server_answers_as_the_gate_says(threshold):
             keeps = threshold == 0 or threshold < 1 and min(confidences) >= threshold
             n_small += keeps
             want = texts if keeps else others
-            with httpx.stream("POST", f"{url}/v1/completions", json=body | dict(stream=True)) as r:
+            with http_stream(f"{url}/v1/completions", json=body | dict(stream=True)) as r:
                 events = [*http_events(line for line in r.iter_lines() if line)]
             assert streamed_texts(events, body.get("n", 1)) == want, (body, confidences)
             answer = http_post(url, "/v1/completions", body).json()  # from the cache
@@ -14800,7 +14921,7 @@ def test_cascade_server_answers_as_the_gate_says(threshold):
             http_post(url, "/v1/completions", body | dict(seed=9))
             hits += new
             assert server.engine.cache.hits == hits
-        metrics = httpx.get(f"{url}/metrics").text
+        metrics = http_get(f"{url}/metrics").text
         assert "sheaf:time_to_first_token_seconds_count" in metrics
 
 
@@ -14809,7 +14930,7 @@ def test_cascade_server_continues_a_stream_by_the_model_that_wrote_it(threshold)
     """A client whose connection broke gets the rest of the same text, from either model."""
     body = CASCADE_BODIES[0] | dict(max_tokens=40, stream=True)
     with cascade_server(threshold) as (server, url, _):
-        with httpx.stream("POST", f"{url}/v1/completions", json=body) as r:
+        with http_stream(f"{url}/v1/completions", json=body) as r:
             events = [*http_events(line for line in r.iter_lines() if line)]
         whole = streamed_texts(events)[0]
         id = events[0][0].partition(".")[0]
@@ -14881,7 +15002,7 @@ def test_cascade_server_small_model_has_the_time_of_the_request(stream):
 def test_server_metrics_count_what_ran():
     """vLLM's metric names with our prefix; the totals are those of the calls, and the gauges and
     preemptions the engine's."""
-    text = lambda url: httpx.get(f"{url}/metrics").text
+    text = lambda url: http_get(f"{url}/metrics").text
     metric = lambda url, name: float(re.search(rf"^sheaf:{name} (.*)", text(url), re.M)[1])
     with http_tiny() as (server, url):
         http_slow(server, 0.02)
@@ -14903,13 +15024,14 @@ def test_server_metrics_count_what_ran():
             assert f"sheaf:{line}" in text(url), text(url)
     blocks = dict(num_blocks=16, block_size=4, max_num_seqs=3)
     with http_tiny(engine=blocks) as (server, url), ThreadPoolExecutor(5) as pool:
-        http_slow(server, 0.02)
         body = HTTP_LONG | dict(prompt=[5] * 9, max_tokens=40)
-        calls = [pool.submit(http_post, url, "/v1/completions", body) for _ in range(5)]
-        wait_until(lambda: metric(url, "num_requests_waiting") >= 2)
-        wait_until(lambda: metric(url, "kv_cache_usage_perc") > 0.5)
-        wait_until(lambda: metric(url, "num_requests_running") >= 1)
-        http_slow(server, 0)
+        with HeldSteps(server) as steps:
+            calls = [pool.submit(http_post, url, "/v1/completions", body) for _ in range(5)]
+            wait_until(lambda: server.engine.n_waiting == 5)
+            steps.run(10)
+            wait_until(lambda: metric(url, "num_requests_waiting") == 2)
+            wait_until(lambda: metric(url, "num_requests_running") == 3)
+            wait_until(lambda: metric(url, "kv_cache_usage_perc") > 0.5)
         assert [call.result().status_code for call in calls] == [200] * 5
         http_settled(server)
         scheduler = server.engine.engine.scheduler
@@ -14943,16 +15065,16 @@ def test_server_is_not_healthy_without_its_engine(monkeypatch):
         replica = FAILOVER.Replica.__new__(FAILOVER.Replica)
         replica.engine = server.engine
         server.engine.on_step = replica._check_engine
-        assert httpx.get(f"{url}/health").status_code == 200
+        assert http_get(f"{url}/health").status_code == 200
         server.engine.engine.step = lambda: sys.exit()
         failed = http_post(url, "/v1/completions", HTTP_LONG)
         assert failed.status_code == 500 and "the engine has stopped" in failed.text
-        server.engine.thread.join(10)
-        assert httpx.get(f"{url}/health").status_code == 503
+        server.engine.thread.join(HANG_SECONDS)
+        assert http_get(f"{url}/health").status_code == 503
         assert http_post(url, "/v1/completions", HTTP_LONG).status_code == 503
         submitted = server.engine.submit([V.Request("", 0, [1], P.SamplingParams())])
         with pytest.raises(RuntimeError, match="the engine has stopped"):
-            asyncio.run_coroutine_threadsafe(submitted, server.engine.loop).result(10)
+            asyncio.run_coroutine_threadsafe(submitted, server.engine.loop).result(HANG_SECONDS)
         assert {*codes} == {1}
 
 
@@ -14960,7 +15082,7 @@ def test_server_pattern_that_compiles_slowly_delays_no_stream(monkeypatch):
     """Not in the process that gets the call, nor in a replica; calls whose patterns are being
     compiled fill the queue."""
     compiled, compile_pattern = threading.Event(), V.Service._compile
-    slowly = lambda *args: (compiled.wait(20), compile_pattern(*args))[1]
+    slowly = lambda *args: (compiled.wait(2 * HANG_SECONDS), compile_pattern(*args))[1]
     monkeypatch.setattr(V.Service, "_compile", slowly)
     spec = {"type": "json_schema", "json_schema": {"schema": {"enum": ["a", "b"]}}}
     for make in (SV.AsyncEngine, cluster_of_two):
@@ -14977,14 +15099,21 @@ def test_server_pattern_that_compiles_slowly_delays_no_stream(monkeypatch):
 
 
 def test_server_patterns_leave_threads_for_other_calls(monkeypatch):
-    """However many are being compiled."""
-    compiled, n = threading.Event(), os.cpu_count() + 9  # asyncio's threads and some
-    monkeypatch.setattr(OA, "from_response_format", lambda given: compiled.wait(20) and None)
+    """However many are being compiled: more calls than asyncio has threads."""
+    compiled, n, read = threading.Event(), min(32, os.cpu_count() + 4) + 5, []
+    wait = lambda given: compiled.wait(2 * HANG_SECONDS) and None
+    monkeypatch.setattr(OA, "from_response_format", wait)
     body = HTTP_LONG | dict(max_tokens=1, response_format={"type": "text"})
     with http_tiny() as (server, url), ThreadPoolExecutor(n) as pool:
+        read_json = server._json
+
+        async def count_bodies(request: Any) -> Any:
+            read.append(await read_json(request))  # after this it waits for a thread
+            return read[-1]
+
+        server._json = count_bodies
         calls = [pool.submit(http_post, url, "/v1/completions", body) for _ in range(n)]
-        wait_until(lambda: server.calls.total() == n)
-        time.sleep(0.1)
+        wait_until(lambda: len(read) == n)
         assert http_post(url, "/tokenize", {"prompt": "x"}).status_code == 200
         assert not any(call.done() for call in calls)
         compiled.set()
@@ -14992,7 +15121,7 @@ def test_server_patterns_leave_threads_for_other_calls(monkeypatch):
 
 
 def test_compare_servers_counts_the_tokens_of_the_servers(monkeypatch):
-    """Of streams that end early too; a server that does not start is an error, and soon."""
+    """Of streams that end early too; a server that ends before it answers is an error."""
     body = dict(prompt=HTTP_PROMPT, max_tokens=40, temperature=0)
     fields = dict(stop=["\n"], stream_options={"include_usage": True})
     with http_server() as (server, url):
@@ -15000,12 +15129,13 @@ def test_compare_servers_counts_the_tokens_of_the_servers(monkeypatch):
         port = int(url.rpartition(":")[2])
         found = asyncio.run(COMPARE.client([HTTP_PROMPT] * 3, [40] * 3, fields, port))
     assert found["tokens"] == 3 * whole["usage"]["completion_tokens"] < 3 * 40
-    monkeypatch.setattr(COMPARE, "PORT", free_port())
-    begun = time.monotonic()
-    with pytest.raises(RuntimeError, match="no server answers"):
-        with COMPARE.running([sys.executable, "-c", ""], seconds=40):
-            pass
-    assert time.monotonic() - begun < 20
+    with reserved_port() as port:
+        monkeypatch.setattr(COMPARE, "PORT", port.getsockname()[1])
+        begun = time.monotonic()
+        with pytest.raises(RuntimeError, match="no server answers"):
+            with COMPARE.running([sys.executable, "-c", ""], seconds=HANG_SECONDS):
+                pass
+    assert time.monotonic() - begun < HANG_SECONDS  # when the process has ended
 
 
 @pytest.mark.parametrize(
@@ -15028,14 +15158,33 @@ def test_serving_programs_mistakes_are_one_line(program, argv, words, monkeypatc
     assert words in error and error.count("\n") == 1
 
 
+def reserved_port() -> socket.socket:
+    """A socket that has a free port but does not listen, so that only a server that asks for this
+    port may use it."""
+    port = socket.socket()
+    port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    port.bind(("127.0.0.1", 0))
+    return port
+
+
 def http_program(program: Sequence[str], *argv: str) -> tuple[subprocess.Popen, str]:
     """A server in a process of its own, and its URL."""
-    url = f"http://127.0.0.1:{free_port()}"
+    port = reserved_port()
+    url = f"http://127.0.0.1:{port.getsockname()[1]}"
     argv = [sys.executable, *program, "--serve", url[7:], "--device", "cpu", *argv]
     process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, cwd=REPO)
+    process.port = port  # the server binds it too
     next(line for line in process.stderr if url in line)
     wait_until(partial(http_is_up, url))
     return process, url
+
+
+def http_refuses(url: str) -> bool:
+    try:
+        http_connect(url).close()
+    except ConnectionRefusedError:
+        return True
+    return False
 
 
 def http_is_up(url: str) -> bool:
@@ -15045,39 +15194,56 @@ def http_is_up(url: str) -> bool:
         return False
 
 
-def fork_server(log: Path, *argv: str) -> tuple[multiprocessing.Process, str]:
-    """generate.py --serve in a process forked from this one, which imports nothing; its URL."""
+def fork_generate(
+    log: Path, *argv: str, go: Path | None = None, steps: int = 20
+) -> multiprocessing.Process:
+    """generate.py in a process forked from this one, which imports nothing. With `go`, the engine
+    waits after some steps until this file exists."""
 
     def main():
         gc.freeze()  # objects made before the fork are not collected
         sys.stdout = sys.stderr = open(log, "w", buffering=1)
         for module in (A, O, P):
             module.INTERPRET = False
-        os._exit(G.main(["--serve", url[7:], "--device", "cpu", *argv]))
+        if go is not None:
+            step, numbers = P.Engine.step, count()
+            wait = lambda: next(numbers) < steps or wait_until(go.exists)
+            P.Engine.step = lambda engine: (wait(), step(engine))[1]
+        os._exit(G.main([*argv, "--device", "cpu"]))
 
-    url = f"http://127.0.0.1:{free_port()}"
     process = multiprocessing.get_context("fork").Process(target=main, daemon=True)
     process.start()
-    return process, url
+    return process
+
+
+def fork_server(
+    log: Path, *argv: str, go: Path | None = None
+) -> tuple[multiprocessing.Process, str]:
+    """A server as fork_generate's, and its URL."""
+    port = reserved_port()
+    address = f"127.0.0.1:{port.getsockname()[1]}"
+    process = fork_generate(log, "--serve", address, *argv, go=go)
+    process.port = port  # the server binds it too
+    return process, f"http://{address}"
 
 
 @pytest.mark.slow
 def test_server_on_ranks_under_torchrun(monkeypatch):
     """--serve --tp 2: the text is one process's, also if SIGTERM comes amid the stream."""
     monkeypatch.setattr(P, "INTERPRET", False)
-    want = http_reference(HTTP_PROMPT, seed=1, max_new_tokens=90, ignore_eos=True)[0].text
-    body = dict(prompt=HTTP_PROMPT, seed=1, max_tokens=90, ignore_eos=True, stream=True)
+    want = http_reference(HTTP_PROMPT, seed=1, max_new_tokens=40, ignore_eos=True)[0].text
+    body = dict(prompt=HTTP_PROMPT, seed=1, max_tokens=40, ignore_eos=True, stream=True)
     program = *TORCHRUN, "2", "generate.py"
     process, url = http_program(program, "--tp", "2", "--dtype", "fp32")
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
+    with http_stream(f"{url}/v1/completions", json=body) as response:
         lines = response.iter_lines()
         first = next(lines)
         process.terminate()
         assert streamed_texts(http_events([first, *lines]))[0] == want
-    process.wait(20)
+    process.wait(HANG_SECONDS)
 
 
-HTTP_DRAINS = one_in(3, itertools.starmap(pytest.param, [(1, 60), (2, 60), (1, 0.5)]))
+HTTP_DRAINS = one_in(3, itertools.starmap(pytest.param, [(1, 600), (2, 600), (1, 0.5)]))
 
 
 @pytest.mark.parametrize("signals, drain_timeout", HTTP_DRAINS)
@@ -15085,23 +15251,24 @@ def test_server_drains(signals, drain_timeout, tmp_path):
     """The first SIGTERM: new calls get 503, the running one finishes, exit code 0. A second, or the
     end of --drain-timeout: it ends at once. One line of the log per call."""
     flags = "--dummy", "small", "--max-num-seqs", "4", "--drain-timeout", str(drain_timeout)
-    process, url = fork_server(tmp_path / "log", *flags)
+    process, url = fork_server(tmp_path / "log", *flags, go=tmp_path / "go")
     wait_until(partial(http_is_up, url))
-    whole = signals == 1 and drain_timeout == 60
-    n = 200 if whole else 400
+    whole, n = signals == 1 and drain_timeout == 600, 200
     body = dict(prompt=[5, 6], max_tokens=n, stream=True, ignore_eos=True, user="u")
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
+    with http_stream(f"{url}/v1/completions", json=body) as response:
         events = http_events(response.iter_lines())
         next(events)
         os.kill(process.pid, signal.SIGTERM)
-        if drain_timeout == 60:
-            wait_until(lambda: httpx.get(f"{url}/health").status_code == 503)
+        if drain_timeout == 600:
+            wait_until(lambda: http_get(f"{url}/health").status_code == 503)
             assert http_post(url, "/v1/completions", body).status_code == 503
-            assert "requests_running 1.0" in httpx.get(f"{url}/metrics").text
+            assert "requests_running 1.0" in http_get(f"{url}/metrics").text
         if signals == 2:
             os.kill(process.pid, signal.SIGTERM)
+        wait_until(lambda: whole or http_refuses(url))  # then the engine ends after its step
+        (tmp_path / "go").touch()
         assert not whole or list(events)[-1][1] == "[DONE]"
-        process.join(5)
+        process.join(HANG_SECONDS)
         assert process.exitcode == 0
     line = r"user 'u': 2\+(\d+) tokens, queue (.*) s, TTFT (.*) s, total (.*) s, "
     ((new, *times),) = re.findall(line, log := (tmp_path / "log").read_text())
@@ -15117,8 +15284,9 @@ def test_server_port_that_is_in_use(capsys):
         assert G.main(["--serve", str(busy)]) == 2
         error = capsys.readouterr().err
         assert "already in use" in error and error.count("\n") == 1
-    first, second = (SRUN.bind(G.parse_args(["--serve", str(busy)])) for _ in range(2))
-    with first, second:
+    first = SRUN.bind(G.parse_args(["--serve", "0"]))
+    busy = first.getsockname()[1]
+    with first, SRUN.bind(G.parse_args(["--serve", str(busy)])) as second:
         with pytest.raises(ConnectionRefusedError):  # until the model is loaded
             socket.create_connection(("127.0.0.1", busy))
         first.listen()
@@ -15143,10 +15311,10 @@ def http_garbage(rng: random.Random) -> tuple[str, bytes, bool]:
     return rng.choice(["/v1/completions"] * 4 + others), data, rng.random() < 0.4
 
 
-@pytest.mark.parametrize("n", [100, pytest.param(1000, marks=pytest.mark.slow)])
-def test_server_random_requests_leave_nothing(n):
+@pytest.mark.parametrize("n", [100, pytest.param(500, marks=pytest.mark.slow)])
+def test_server_random_requests_leave_nothing(n, monkeypatch):
     """Random bodies, garbage among them, and clients that leave: no 5xx; http_server checks that no
-    block, call, stream or thread is left; memory stays flat."""
+    block, call, stream or thread is left; at most 8 ended streams are in memory."""
 
     async def one(client: httpx.AsyncClient, seed: int) -> None:
         rng = random.Random(seed)
@@ -15158,20 +15326,20 @@ def test_server_random_requests_leave_nothing(n):
                 if leaves and rng.random() < 0.5:
                     return
 
-    async def run(url: str, seeds: range) -> None:
+    async def run(url: str) -> None:
         limits = httpx.Limits(max_connections=100)
-        async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
-            await asyncio.gather(*(one(client, seed) for seed in seeds))
+        async with httpx.AsyncClient(base_url=url, timeout=HANG_SECONDS, limits=limits) as client:
+            await asyncio.gather(*(one(client, seed) for seed in range(n)))
 
-    resident = lambda: int(Path("/proc/self/statm").read_text().split()[1])  # pages
+    monkeypatch.setattr(SV, "KEPT_STREAMS", 8)
+    kinds = SV.Generation, ASYNC.Stream
+    in_memory = lambda: (gc.collect(), sum(type(x) in kinds for x in gc.get_objects()))[1]
+    before = in_memory()
     with http_tiny(engine=dict(num_blocks=60, block_size=4)) as (server, url):
-        asyncio.run(run(url, range(n // 2)))
+        asyncio.run(run(url))
         http_settled(server)
-        before = resident()
-        asyncio.run(run(url, range(n // 2, n)))
-        http_settled(server)
-        assert (resident() - before) * resource.getpagesize() < 30 * 2**20
-        assert len(server.generations) <= SV.KEPT_STREAMS
+        assert 0 < len(server.generations) <= 8
+        wait_until(lambda: in_memory() == before + 2 * len(server.generations))
 
 
 def test_server_counts_a_waiting_request_once():
@@ -15189,7 +15357,7 @@ def test_server_counts_a_waiting_request_once():
 
     with http_tiny() as (server, _):
         done = asyncio.run_coroutine_threadsafe(submit(server.engine), server.engine.loop)
-        assert done.result(30) == 1
+        assert done.result(HANG_SECONDS) == 1
 
 
 @pytest.mark.parametrize("n", [40, pytest.param(500, marks=pytest.mark.slow)])
@@ -15222,7 +15390,8 @@ def test_server_lm_eval_scores_as_perplexity_does(tmp_path):
         model = f"model=test,base_url={url}/v1/completions,tokenizer={SMALL},num_concurrent=2"
         argv = [*program.split(), "--model_args", model, "--log_samples"]
         argv += ["--include_path", tmp_path, "--output_path", out]
-        done = run(*argv, env={"HF_HUB_OFFLINE": "1"})
+        env = {"HF_HUB_OFFLINE": "1", "no_proxy": "127.0.0.1"}
+        done = run(*argv, env=env, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     (samples,) = out.rglob("samples_local*.jsonl")
     got = {}

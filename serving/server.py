@@ -262,7 +262,7 @@ class Server:
         ended = [g for g in self.generations.values() if g.ended.is_set()]
         n_streams, n_tokens = len(ended), sum(g.size for g in ended)
         oldest = time.monotonic() - KEPT_SECONDS
-        for g in sorted(ended, key=lambda g: g.end_time):
+        for g in sorted(ended, key=lambda g: (g.call.stream, g.end_time)):
             is_full = n_streams > KEPT_STREAMS or n_tokens > KEPT_TOKENS
             if is_full or g.end_time < oldest or not g.call.stream:
                 del self.generations[g.call.id]
