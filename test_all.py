@@ -20553,7 +20553,7 @@ def cl_draw(dtype=torch.float64, shape=(CL_N, CL_C, CL_V), ignored=7, index=-100
     rng, (N, C, V) = seeded(), shape
     tensors = [torch.randn(s, generator=rng, dtype=torch.float64) for s in ((N, C), (V, C), (V,))]
     targets = torch.randint(0, V, (N,), generator=rng)
-    targets[1:7] = torch.tensor([29, 30, 31, 63, 64, 96]) % V  # both sides of cl_vocabulary's shards
+    targets[1:7] = torch.tensor([29, 30, 31, 63, 64, 96]) % V  # of the ranks' ends
     targets[::ignored] = index
     tensors[0] *= factor
     return [t.to(dtype) for t in tensors], targets
@@ -23587,7 +23587,7 @@ def cp_autograd_saves_only_local_rows(env):
         saved, _out = cp_saved(partial(form, attention=attention), leaves)
         assert saved == inputs + o + lse, form
         assert len(received) > 1, form
-        wait_until(lambda: not any(x() is not None for x in received))  # gloo's threads have ended
+        wait_until(lambda: all(x() is None for x in received))  # gloo's threads may have one
     scores = RSA.score_bytes(64, 4, heads=4)
     assert scores == 4 * 64 * 64 // 4 * 4
     assert cp_saved(RSA.ring_self_attention, leaves)[0] == inputs + o + scores
@@ -24114,8 +24114,9 @@ def ep_objects() -> Counter:
     return Counter(type(o).__name__ for o in gc.get_objects() if type(o).__module__ == Y.__name__)
 
 
-def ep_keeps_nothing(env) -> list:
-    """What expert_parallel.py leaves in memory after a backward pass."""
+def ep_keeps_nothing(env) -> int:
+    """Waits until expert_parallel.py has left nothing in memory after a backward pass; returns the
+    number of tensors that its experts have got."""
     before, new = ep_objects(), partial(torch.randn, generator=seeded(env.rank), requires_grad=True)
     x, weights, stacks, seen = new(9, 8), new(9, 2), (new(1, 12, 8), new(1, 8, 6)), []
     ids = torch.randint(4, (9, 2), generator=seeded(env.rank))
@@ -24126,8 +24127,9 @@ def ep_keeps_nothing(env) -> list:
 
     f = Y.all_to_all_dispatch(watching, 1, chunks=2)
     f(x, weights, ids, *stacks).sum().backward()
-    wait_until(lambda: not any(ref() is not None for ref in seen))  # gloo's threads have ended it
-    return [len(seen), ep_objects() - before]
+    left = lambda: any(ref() is not None for ref in seen) or ep_objects() - before
+    wait_until(lambda: not left())  # gloo's threads may have a transfer, and so its graph
+    return len(seen)
 
 
 EP_CASES = {name: partial(ep_solve, case=case) for name, case in EP_SOLVED.items()}
@@ -24291,7 +24293,7 @@ def test_ep_mistakes_do_not_hang_the_other_ranks(mistake, ep_done):
 def test_ep_keeps_nothing_after_the_backward_pass(ep_done):
     """The dispatched rows are freed: a transfer that referred to its own part of the graph would be
     a cycle that Python's garbage collector cannot see."""
-    assert ep_done["memory"] == [[4, Counter()]] * 4
+    assert ep_done["memory"] == [4] * 4
 
 
 # ---- placements ----
