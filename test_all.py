@@ -8145,7 +8145,7 @@ def quant(N, scales, dtype=None, E=4, C=512, F=256):
 MOE_COMPILED = ["go(8, 2)", "go(2048)", "quant(8, (1, 32))"]
 MOE_ALL = [
     *MOE_COMPILED,
-    *("go(64)", "go(8, dtype=h)", "go(2048, dtype=f32)", "go(300, 3, 2, 200, 120)"),
+    *("go(8, dtype=h)", "go(2048, dtype=f32)", "go(30, 3, 2, 200, 120)"),
     *("quant(8, (1, 4096), int8)", "quant(8, (1, 128))", "quant(2048, (1, 32))"),
     *("quant(8, (1, 4096), f8)", "quant(2048, (128, 128), f8)"),
 ]
@@ -9694,14 +9694,14 @@ def spec_costs(kind, k, cost, *flags) -> tuple[int, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cost", [0.15, 0.25])  # 0.25: measured with checkpoints/draft
-def test_drafting_by_confidence_runs_the_target_less(cost):
+def test_drafting_by_confidence_runs_the_target_less():
     """Fewer forwards of the target, and a lower cost with the draft model's, than with the best
     fixed number of drafts; the same text."""
-    fixed = [spec_costs("draft", str(k), cost) for k in (1, 2, 3, 4, 5, 6, 8, 12)]
-    best = min(fixed, key=lambda x: x[1])
-    steps, total = spec_costs("draft", "confidence", cost)
-    assert steps < best[0] and total < best[1], (steps, total, fixed)
+    for cost in (0.15, 0.25):  # of a draft, in forwards of the target; checkpoints/draft's is 0.25
+        fixed = [spec_costs("draft", str(k), cost) for k in (1, 2, 3, 4, 5, 6, 8, 12)]
+        best = min(fixed, key=lambda x: x[1])
+        steps, total = spec_costs("draft", "confidence", cost)
+        assert steps < best[0] and total < best[1], (cost, steps, total, fixed)
     for text in (REPETITIVE, *SPEC_TEXTS[:6]):
         assert spec_forwards("draft", "confidence", text)[2] == spec_forwards("draft", "1", text)[2]
 
