@@ -31626,7 +31626,7 @@ def generate_on_ranks(generate_files, tmp_path_factory) -> Callable:
                 flags = " ".join(words).format(**files)
                 cases[flags] = partial(generate_on_rank, flags)
         folder = tmp_path_factory.mktemp("ranks")
-        return run_on_ranks(folder, cases, int(world), limit=1800, setup=generate_rank)
+        return run_on_ranks(folder, cases, int(world), 1800, 180, setup=generate_rank)
 
     def results(world: str, flags: str, is_slow: bool) -> list:
         return started(world, is_slow)[flags.format(**files)]
