@@ -848,7 +848,7 @@ def _combine_kernel(
 # +inf here, so that p = exp2(-inf) = 0, not NaN.
 
 
-@jit
+@jit(do_not_specialize=["T"])
 def _delta_kernel(
     o_ptr, lse_ptr, do_ptr, dlse_ptr, delta_ptr, lse2_ptr, T, DV: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_DV: tl.constexpr,

@@ -629,11 +629,12 @@ def _rank_process(rank, world, port, folder, cases, hang, setup, fresh_groups):
         torch.save((got, error), folder / f"{number}.{rank}.tmp")
         (folder / f"{number}.{rank}.tmp").rename(folder / f"{number}.{rank}")
         if failed:
+            store.set(f"end{rank}", "")  # the others do not wait for it
             os._exit(1)
     for at, last in (("end", True), ("left", rank == 0)):  # rank 0 has the store: it leaves last
         store.set(f"{at}{rank}", "")
         if last:
-            store.wait([f"{at}{r}" for r in range(world)], timedelta(seconds=hang))
+            store.wait([f"{at}{r}" for r in range(world)])
     os._exit(0)
 
 
@@ -973,6 +974,7 @@ print(sorted(set(built)))
 def compile_kernels(code: str, folder: Path, *argv) -> str:
     """The output of the code, run in a subprocess with its own Triton cache."""
     env = os.environ | dict(TRITON_CACHE_DIR=str(folder), PYTHONPATH=str(REPO))
+    env["TRITON_DISABLE_LINE_INFO"] = "1"  # takes time, and changes no instruction
     argv = [sys.executable, "-c", code, *map(str, argv)]
     done = subprocess.run(argv, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -3135,28 +3137,29 @@ def test_attention_compiled_or_checkpointed_equals_eager(graph):
 SOME_COMPILED = [
     *("flash()", "flash(64, dtype=torch.float32)"),
     "decode(576, Hq=128, Hkv=1, latent_dim=512)",
-    "decode(n_splits=8, fixed_max=4.0, softcap=5.0, sinks=make(8))",
 ]
 WIDE_COMPILED = ["flash(256, packed=True, cu_seqlens_q=int32(0, 300), **busy)"]
 MORE_COMPILED = [
-    *("decode(256)", "decode(64, T=128)", "decode(n_splits=8)", "flash(192, 128)", "flash(256)"),
-    "flash(96, causal=False, alibi_slopes=torch.rand(4))",
-    "flash(packed=True, cu_seqlens_q=int32(0, 300), **busy)",
+    *("decode(256)", "decode(64, T=128)", "decode(n_splits=8)", "flash(256)"),
+    "decode(n_splits=8, fixed_max=4.0, softcap=5.0, sinks=make(8))",
+    "flash(192, 128, causal=False, alibi_slopes=torch.rand(4))",
+    "flash(packed=True, cu_seqlens_q=int32(0, 300), grad=False, **busy)",
     "flash(block_mask=A.BlockMask(torch.ones(3, 3).bool(), 128), **busy)",
 ]
 FP8_COMPILED = ["A.flash_attention_fp8(*(make(1, 300, 4, 128).detach() for _ in range(3)))"]
-FP8_COMPILED += ["A._quantize(make(1, 300, 4, 256).detach(), True, True)"]
+QUANTIZE_COMPILED = ["A._quantize(make(1, 300, 4, 256).detach(), True, True)"]
 SPECIALIZED = ["A.WARP_SPECIALIZE = True", "flash(grad=False)", "flash(64, window=33, grad=False)"]
 OTHER_LENGTHS = """  # of packed rows: the compiled kernels are reused
-for ends in ((0, 300), (0, 50, 701), (0, 7, 7, 90, 1003)):
+counts = [len(built)]
+for ends in ((0, 300), (0, 50, 704), (0, 7, 7, 90, 1003)):
     q, k, v = (make(ends[-1], heads, 64) for heads in (4, 2, 2))
     A.flash_attention(q, k, v, cu_seqlens_q=int32(*ends)).sum().backward()
-    n = n if ends[1:] != (300,) else len(built)
-    assert len(built) == n, built[n:]
+    counts.append(len(built))
+assert counts == [counts[0], *[counts[0] + 3] * 3], built[counts[0] :]
 """
 COMPILED = {  # compute capability -> cases
     80: SOME_COMPILED + WIDE_COMPILED,
-    90: [*SOME_COMPILED, *MORE_COMPILED, *FP8_COMPILED, OTHER_LENGTHS],
+    90: SOME_COMPILED + MORE_COMPILED + FP8_COMPILED + QUANTIZE_COMPILED + [OTHER_LENGTHS],
     100: SOME_COMPILED + WIDE_COMPILED + FP8_COMPILED + SPECIALIZED,
 }
 
@@ -3169,8 +3172,9 @@ def test_attention_kernels_compile_for_gpus(arch, tmp_path):
     Blackwell, and fit into their shared memory: the interpreter checks neither. Packed rows of
     other lengths do not recompile. WARP_SPECIALIZE: the loop over keys is split over warps."""
     printed = compile_kernels(COMPILE, tmp_path, arch, *COMPILED[arch])
-    names = ["_backward", "_bias", "_combine", "_delta", "_forward", *["_quantize"] * (arch >= 89)]
-    assert printed.strip() == str([name + "_kernel" for name in names])
+    names = {"_backward", "_bias", "_delta", "_forward"}
+    names |= {"_combine", "_quantize"} if arch == 90 else set()
+    assert printed.strip() == str(sorted(name + "_kernel" for name in names))
     kernels = [path.read_text() for path in tmp_path.rglob("_forward_kernel.ttgir")]
     specialized = [text for text in kernels if "ttg.warp_specialize" in text]
     assert len(specialized) == (2 if arch == 100 else 0)
