@@ -35738,7 +35738,7 @@ def test_checkpoint_flat_regions_of_any_range(shape):
 def test_checkpoint_buffers_on_a_gpu(tmp_path, fake_cuda, monkeypatch):
     """The thread first selects the GPU of its tensors; the buffers are pinned as one block without
     gaps of 64 bytes or more, which is unpinned and then freed when other chunks are written."""
-    calls, keeper, w = fake_cuda.calls, CK.Checkpoints(tmp_path, sync=True), torch.randn(33, 7)
+    calls, keeper, w = fake_cuda.calls, CK.Checkpoints(tmp_path, sync=True), normal(33, 7)
     monkeypatch.setattr(CK.ShardedTensor, "is_cuda", True, raising=False)
     fake_cuda.unpin = lambda at: calls.append(("unpin", at, len(keeper.buffers)))
     state = {"w": w, "b": torch.arange(5), "none": torch.zeros(0, 3), "step": torch.tensor(2.0)}
@@ -35795,28 +35795,32 @@ def checkpoint_case_replicas_are_written_once(rank, folder):
 
 
 def checkpoint_case_training_goes_on_during_a_save(rank, folder):
-    """Collectives and changes of the weights while a save of half a second is under way; with
-    async_staging save() returns before the copy, wait_for_staging() after it."""
-    keeper, x = CK.Checkpoints(folder), torch.full((32, 32), 7.0)
+    """Collectives and changes of the weights while a save cannot end; with async_staging save()
+    returns before the copy, wait_for_staging() after it."""
+    keeper, x, go_on = CK.Checkpoints(folder), torch.full((32, 32), 7.0), threading.Event()
     state = {"a": x, "b": ck_rows(x[:8].clone(), (32, 32), 8 * rank)}
+
+    def stopped(call):
+        return lambda *args, **kwargs: (go_on.wait(60) or no_space(), call(*args, **kwargs))[1]
+
     with pytest.MonkeyPatch.context() as patch:
-        save, stage = torch.save, keeper._stage
-        patch.setattr(torch, "save", lambda *a, **k: (time.sleep(0.25), save(*a, **k)))
-        start = time.perf_counter()
+        patch.setattr(torch, "save", stopped(torch.save))
         keeper.save(1, state, {})
-        assert time.perf_counter() - start < 0.2
         for i in range(50):
             x.fill_(float(rank + i))
             dist.all_reduce(y := torch.tensor(float(rank + i)))
             assert y.item() == 4 * i + 6
         assert not keeper.pending.done()
+        go_on.set()
         keeper.wait()
         whole = CK.read_full_tensors(folder / "step-00000001")
         assert (whole["a"] == 7).all() and (whole["b"] == 7).all()
-        patch.setattr(keeper, "_stage", lambda *a: (time.sleep(0.2), stage(*a))[1])
+        go_on.clear()
+        patch.setattr(keeper, "_stage", stopped(keeper._stage))
         x.fill_(7.0)
         keeper.save(2, {"a": x}, {}, async_staging=True)
         assert not keeper.copied.is_set()
+        go_on.set()
         keeper.wait_for_staging()
         x.zero_()
         keeper.wait()
@@ -35965,7 +35969,7 @@ def ck_works(folder):
     return {name: partial(work, name) for name in CHECKPOINT}
 
 
-ck_ranks = on_ranks("ck_ranks", ck_works)
+ck_ranks = on_ranks("ck_ranks", ck_works, limit=900, hang=200)
 
 
 @pytest.mark.parametrize("name", CHECKPOINT)
@@ -36302,43 +36306,53 @@ def recovery_case_restart_generations_are_not_mixed(env):
     assert len(re_names(folder)) == 4
 
 
-def re_watchdog(env, name, **options):
-    """(watchdog, its reports)"""
-    reports, options = [], dict(timeout=0.6, first_timeout=0.6) | options
-    calls = dict(report=reports.append, on_hang=lambda: None)
-    return WD.Watchdog(dist.PrefixStore(name, env.store), env.rank, 4, **calls, **options), reports
+def re_watchdog(env, name):
+    """(watchdog, its reports): its rank has a row in the store, and it no limit until re_reported
+    sets one."""
+    reports, calls = [], dict(timeout=0.6, first_timeout=0.6, on_hang=lambda: None)
+    store = dist.PrefixStore(name, env.store)
+    watch = WD.Watchdog(store, env.rank, 4, report=reports.append, **calls)
+    watch.timeout = watch.first_timeout = INF
+    wait_until(lambda: dist.PrefixStore("watch", store).check([f"{env.rank}"]), 60)
+    return watch, reports
 
 
-def re_reported(env, reports, name, ranks=range(4)):
-    """Sleeps until these ranks have a report. By files: neither the store nor the group is sure to
+def re_meet(env, name, ranks=range(4)):
+    """Waits until these ranks are here. By files: neither the store nor the group is sure to
     answer."""
-    end = time.monotonic() + 10
-    while not reports and time.monotonic() < end:
-        time.sleep(0.005)
     (env.folder / f"{name}.{env.rank}").touch()
-    while not all((env.folder / f"{name}.{r}").exists() for r in ranks):
-        time.sleep(0.005)
+    wait_until(lambda: all((env.folder / f"{name}.{r}").exists() for r in ranks), 60)
+
+
+def re_reported(env, watch, reports, name, ranks=range(4)):
+    """When these ranks are here, sets the limit, and waits until all of them have a report."""
+    re_meet(env, f"{name} here", ranks)
+    watch.timeout = watch.first_timeout = 0.6
+    wait_until(lambda: reports, 60)
+    re_meet(env, f"{name} reported", ranks)
 
 
 def recovery_case_sleeping_rank_is_named(env):
     """Rank 2 sleeps in its second step: each rank reports it, its line and everybody's phase."""
-    watch, reports = re_watchdog(env, "sleep", first_timeout=30.0)
+    watch, reports = re_watchdog(env, "sleep")
+    sleep = partial(re_reported, env, watch, reports, "sleep")
     for step in (6, 7):
         watch.beat(step, "forward")
-        if step == 7:
-            sleep = partial(re_reported, env, reports, "sleep")
-            sleep() if env.rank == 2 else threading.Thread(target=sleep, daemon=True).start()
+        if step == 7 and env.rank == 2:
+            sleep()
         watch.beat(step, "reduce")
+        if step == 7 and env.rank != 2:
+            threading.Thread(target=sleep, daemon=True).start()
         dist.all_reduce(torch.ones(1))
     watch.close()
     (text,) = reports
     first, stuck, at, busy, waiting = text.splitlines()
     phase = "forward" if env.rank == 2 else "reduce"
-    assert first.startswith(f"rank {env.rank} has been in step 7, {phase}, for 0.")
+    assert re.fullmatch(rf"rank {env.rank} has been in step 7, {phase}, for \d+\.\d s", first)
     assert stuck == "  stuck: rank 2 is not waiting for other ranks"
     assert "re_reported" in at
-    assert re.fullmatch(r"  step 7, forward, busy, for 0\.\d s: rank 2", busy)
-    assert re.fullmatch(r"  step 7, reduce, waits, for 0\.\d s: rank 0, 1, 3", waiting)
+    assert re.fullmatch(r"  step 7, forward, busy, for \d+\.\d s: rank 2", busy)
+    assert re.fullmatch(r"  step 7, reduce, waits, for \d+\.\d s: rank 0, 1, 3", waiting)
 
 
 def recovery_case_slowest_or_exited_rank_is_named(env):
@@ -36352,9 +36366,11 @@ def recovery_case_slowest_or_exited_rank_is_named(env):
         elif victim == 3:
             watch.close()
         ranks = range(4 if victim == 1 else 3)
-        done = lambda: (re_reported(env, reports, words, ranks), own.set(f"{words}{env.rank}", ""))
+        rest = env, watch, reports, words, ranks
+        done = lambda: (re_reported(*rest), own.set(f"{words}{env.rank}", ""))
+        re_meet(env, words)
         threading.Thread(target=done).start() if env.rank in ranks else None
-        env.store.wait([f"{words}{r}" for r in ranks], timedelta(seconds=20))
+        env.store.wait([f"{words}{r}" for r in ranks], timedelta(seconds=120))
         watch.close()
         assert len(reports) == (env.rank in ranks)
         for text in reports:
@@ -36362,52 +36378,62 @@ def recovery_case_slowest_or_exited_rank_is_named(env):
 
 
 def recovery_case_busy_and_waiting_times(env):
-    """Rank 2 works for 60 ms a step where the others do for 10: it is the straggler."""
-    watch = WD.Watchdog(None, 0, 1, timeout=30.0, first_timeout=30.0, report=print, on_hang=int)
+    """Rank 2 works until the others have waited 20 times as long as worked: it is the
+    straggler."""
+    calls = dict(timeout=INF, first_timeout=INF, report=print, on_hang=int)
+    watch, own, rows = WD.Watchdog(None, 0, 1, **calls), [], [None] * 4
+    others = [0, 1, 3]
+
+    def waited():
+        wait_until(lambda: watch._sums[True] > 0.4 + 20 * watch._sums[False], 60)
+        own.append(watch.wait_times())
+        (env.folder / f"waited.{env.rank}").touch()
+
     dist.barrier()
     watch.wait_times()
-    start = time.perf_counter()
-    for _ in range(8):
-        time.sleep(0.06 if env.rank == 2 else 0.01)
-        dist.all_reduce(torch.ones(1))
-    (waiting, busy), passed = watch.wait_times(), time.perf_counter() - start
-    rows = [None] * 4
-    dist.all_gather_object(rows, (waiting, busy))
+    if env.rank == 2:
+        wait_until(lambda: all((env.folder / f"waited.{r}").exists() for r in others), 60)
+        own.append(watch.wait_times())
+    else:
+        threading.Thread(target=waited).start()
+    dist.all_reduce(torch.ones(1))
     watch.close()
-    assert abs(waiting + busy - passed) < 0.05
-    assert waiting < 0.4 * passed if env.rank == 2 else waiting > 0.5 * passed
+    dist.all_gather_object(rows, own[0])
+    assert all((waits < busy) == (r == 2) for r, (waits, busy) in enumerate(rows)), rows
     text = WD.stragglers(rows)
     assert "time): rank 2 (" in text and text.count("rank") == 1
 
 
 def recovery_case_suspended_rank_is_named(env):
-    """SIGSTOP of rank 1, then of rank 0, the store's host; the stopped one may report anything."""
+    """SIGSTOP of rank 1, then of rank 0, the store's host."""
     pids = [None] * 4
     dist.all_gather_object(pids, os.getpid())
     for victim, words in ((1, "rank 1 has no heartbeat: dead"), (0, "the store does not answer")):
-        watch, reports = re_watchdog(env, f"stop {victim}", first_timeout=30.0)
-        watch.beat(0, "forward")
-        dist.barrier()
+        name, others = f"stop {victim}", {0, 1, 2, 3} - {victim}
+        watch, reports = re_watchdog(env, name)
         watch.beat(1, "forward")
+        re_meet(env, name)
         if env.rank == 3:
-            time.sleep(0.1)
             os.kill(pids[victim], signal.SIGSTOP)
-        if env.rank != victim:
-            re_reported(env, reports, f"stop {victim}", {0, 1, 2, 3} - {victim})
+        try:
+            if env.rank != victim:
+                re_reported(env, watch, reports, name, others)
+        finally:
             if env.rank == 3:
                 os.kill(pids[victim], signal.SIGCONT)
         dist.barrier()
         watch.close()
-        if env.rank != victim:
-            assert f"stuck: {words}" in reports[0] and reports[0].count("stuck") == 1
+        assert len(reports) == (env.rank != victim)
+        for text in reports:
+            assert f"stuck: {words}" in text and text.count("stuck") == 1
 
 
 def re_setup(env):
-    WD.STORE_TIMEOUT = 2.0  # a loaded machine answers later than an idle one
+    WD.STORE_TIMEOUT = 3.0  # as long is a dead rank or store waited for
 
 
 RECOVERY = cases_named("recovery_case_")
-re_ranks = on_ranks("re_ranks", RECOVERY, setup=re_setup)
+re_ranks = on_ranks("re_ranks", RECOVERY, limit=900, hang=200, setup=re_setup)
 
 
 @pytest.mark.parametrize("name", RECOVERY)
@@ -36541,6 +36567,37 @@ def test_recovery_killed_at_any_moment(tmp_path):
 # ---- Watchdog in one process ----
 
 
+class WatchdogClock:
+    """watchdog.py's `time`: perf_counter() stands still except for advance()."""
+
+    def __init__(self):
+        self.now, self.samples = 0.0, 0
+
+    def perf_counter(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.samples += 1
+        time.sleep(0.001)
+
+    def sampled(self):
+        """Returns when a sample that begins now has ended."""
+        end = self.samples + 2
+        wait_until(lambda: self.samples >= end, 60)
+
+    def advance(self, seconds):
+        """All in one sample."""
+        self.sampled()
+        self.now += seconds
+        self.sampled()
+
+
+@pytest.fixture
+def watchdog_clock(monkeypatch) -> WatchdogClock:
+    monkeypatch.setattr(WD, "time", clock := WatchdogClock())
+    return clock
+
+
 A_FILE, COLLECTIVES = "a.py", "torch/_functional_collectives.py"
 
 
@@ -36633,26 +36690,30 @@ def test_recovery_reports_of_many_ranks_are_short():
     assert "waits, for 1.0 s: rank 0, 1, 2," in text and text.endswith("15, ...")
 
 
-def test_recovery_watchdog_of_one_process():
+def test_recovery_watchdog_of_one_process(watchdog_clock):
     """A phase, not a step, has the limit; none before the first step, another one in it."""
-    reports, hung = [], threading.Event()
+    reports, hung, clock = [], threading.Event(), watchdog_clock
     calls = dict(report=reports.append, on_hang=hung.set)
     watch = WD.Watchdog(None, 0, 1, timeout=0.1, first_timeout=60, **calls)
-    time.sleep(0.25)  # before the first step
-    for step in (5, 6):
-        for phase in "ab":  # 0.1 s a step, but none in one phase
+    clock.advance(0.9)  # before the first step
+    for step, seconds in ((5, 0.9), (6, 0.06)):
+        for phase in "ab":  # step 6: more than 0.1 s, but not in one phase
             watch.beat(step, phase)
-            time.sleep(0.05)
+            clock.advance(seconds)
     assert not reports
     watch.beat(7, "c")
-    assert hung.wait(5)
+    clock.sampled()
+    clock.now += 0.2
+    assert hung.wait(60)
     assert "step 7, c" in reports[0] and "stuck: rank 0 is not waiting" in reports[0]
     watch.close()
     assert not any(thread.is_alive() for thread in watch.threads)
     first = WD.Watchdog(None, 0, 1, timeout=60, first_timeout=0.1, **calls)
     hung.clear()
     first.beat(0, "compile")
-    assert hung.wait(5) and "step 0, compile" in reports[1]
+    clock.sampled()
+    clock.now += 0.2
+    assert hung.wait(60) and "step 0, compile" in reports[1]
     first.close()
 
 
@@ -36664,28 +36725,54 @@ def test_recovery_a_wait_that_an_exception_ends_is_not_a_hang(monkeypatch):
     diagnosed = threading.Event()
     monkeypatch.setattr(watch, "_diagnose", lambda: (watch._over.set(), diagnosed.set()))
     watch.beat(1, "a")
-    assert diagnosed.wait(5)
+    assert diagnosed.wait(60)
     watch.close()
     assert not reports
 
 
-def test_recovery_a_suspended_process_is_not_a_hang(monkeypatch):
+def test_recovery_a_suspended_process_is_not_a_hang(watchdog_clock):
     """A clock that jumps by 1000 s counts as one second."""
-    reports, jump, real = [], [0.0], time.perf_counter
-    monkeypatch.setattr(WD.time, "perf_counter", lambda: real() + jump[0])
+    reports = []
     calls = dict(report=reports.append, on_hang=int)
     watch = WD.Watchdog(None, 0, 1, timeout=5.0, first_timeout=5.0, **calls)
     watch.beat(1, "a")
-    time.sleep(0.05)
-    jump[0] = 1000.0
-    time.sleep(0.1)
+    watchdog_clock.advance(1000.0)
+    watchdog_clock.advance(0.5)
     watch.close()
-    assert not reports and 1.0 <= watch._seconds < 1.5
+    assert not reports and watch._seconds == 1.5
+
+
+def test_recovery_wait_times_are_those_of_the_samples(watchdog_clock, monkeypatch):
+    """Of each sample, the time since the one before; from the last call on."""
+    monkeypatch.setattr(WD, "_is_waiting", lambda frame: waits)
+    waits, calls = False, dict(timeout=9.0, first_timeout=9.0, report=print, on_hang=int)
+    watch = WD.Watchdog(None, 0, 1, **calls)
+    for waits, seconds in ((False, 1.0), (True, 4.0), (False, 0.5)):
+        watchdog_clock.advance(seconds)
+    assert watch.wait_times() == (4.0, 1.5) and watch.wait_times() == (0.0, 0.0)
+    watch.close()
+
+
+@pytest.mark.parametrize("beats, stuck", [([1, 1, 1, 1, 2], []), ([1] * 99, ["no heartbeat"])])
+def test_recovery_a_late_heartbeat_is_not_a_dead_rank(beats, stuck, monkeypatch):
+    """Rank 1 is looked at until it beats, for STORE_TIMEOUT at most; rank 2, which has left, is
+    not waited for."""
+    looks = iter(beats)
+    rows = lambda: {0: re_row(beat=next(own)), 1: re_row(beat=next(looks)), 2: re_row(left=True)}
+    own, slept, watch = itertools.count(), [], WD.Watchdog(None, 0, 1, timeout=3.0, first_timeout=1,
+                                                           report=print, on_hang=int)  # fmt: skip
+    watch.close()
+    clock = SimpleNamespace(sleep=slept.append, monotonic=lambda: sum(slept))
+    monkeypatch.setattr(WD, "time", clock)
+    watch.store, watch.world, watch._answers = True, 3, SimpleNamespace(get=lambda timeout: rows())
+    text = watch._diagnose()
+    assert re.findall("rank 1 has (no heartbeat)", text) == stuck and "rank 2 has left" in text
+    assert len(slept) == (4 if not stuck else math.ceil(WD.STORE_TIMEOUT / 0.9))
 
 
 def test_recovery_a_restart_ignores_the_store_of_the_previous_one():
     """One store for three starts, as torchrun's is; in any order, and one more asks and dies."""
-    wait = timedelta(seconds=20)
+    wait = timedelta(seconds=120)
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait, wait_for_workers=False)
     for order in ([2, 1, 0], [0, 1, 2], [1, 0, 2]):
         got = {}
@@ -36695,7 +36782,7 @@ def test_recovery_a_restart_ignores_the_store_of_the_previous_one():
             thread.start()
             time.sleep(0.02)
         for thread in threads:
-            thread.join(20)
+            thread.join(120)
         assert not got[0].check(["address"]) and not got[2].check(["address"])
         got[0].set("address", str(order))
         assert got[1].get("address") == got[2].get("address") == str(order).encode()
