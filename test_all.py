@@ -35568,20 +35568,35 @@ def test_train_scale_replica_groups_need_torchft(train_runs, tmp_path, monkeypat
     assert not saved_steps(tmp_path / "out")
 
 
+def serve_quorums(groups: int, told: Path) -> None:
+    """torchft's lighthouse, until killed; its address is in the file `told`."""
+    from torchft.coordination import LighthouseServer
+
+    limits = dict(join_timeout_ms=60_000, heartbeat_timeout_ms=5000, quorum_tick_ms=5)
+    server = LighthouseServer("[::]:0", groups, **limits)
+    told.with_suffix(".tmp").write_text(server.address())
+    told.with_suffix(".tmp").rename(told)
+    threading.Event().wait()
+
+
 @pytest.fixture
-def lighthouse(monkeypatch):
-    """torchft's server of quorums, of at least as many groups as it is called with"""
-    coordination = pytest.importorskip("torchft.coordination", reason="needs torchft")
-    servers = []
+def lighthouse(monkeypatch, tmp_path):
+    """Starts a lighthouse for at least as many groups as it is called with. In another process: one
+    forked from a process with torchft's threads may crash."""
+    if not importlib.util.find_spec("torchft"):
+        pytest.skip("needs torchft")
+    servers, told = [], tmp_path / "lighthouse"
 
     def start(groups: int) -> None:
-        limits = dict(join_timeout_ms=60_000, heartbeat_timeout_ms=5000, quorum_tick_ms=5)
-        servers.append(coordination.LighthouseServer("[::]:0", groups, **limits))
-        monkeypatch.setenv("TORCHFT_LIGHTHOUSE", servers[-1].address())
+        fork = multiprocessing.get_context("fork").Process
+        servers.append(fork(target=serve_quorums, args=(groups, told), daemon=True))
+        servers[-1].start()
+        wait_until(told.exists, 120)
+        monkeypatch.setenv("TORCHFT_LIGHTHOUSE", told.read_text())
 
     yield start
     for server in servers:
-        server.shutdown()
+        server.kill()
 
 
 def replica_group(argv: list[str], group: int, ranks: int = 1) -> list:
