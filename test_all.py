@@ -31829,6 +31829,9 @@ def mixtral(**changes) -> M.ModelConfig:
 
 TRAIN_MODELS = {  # checkpoints of random weights, without a tokenizer
     "deepseek": latent(**SMALL_MOE, n_kv_heads=2, moe_layers=(1,), expert_ffn_dim=16),
+    "one-layer": latent(
+        **SMALL_MOE | dict(n_layers=1), n_kv_heads=2, moe_layers=(0,), expert_ffn_dim=16
+    ),
     "mixtral": mixtral(**SMALL_MOE, n_kv_heads=1, ffn_dim=48, expert_ffn_dim=48),
     "plain-dense": tiny(),
     "biased": tiny(mlp_bias=True),
@@ -31985,6 +31988,8 @@ TRAIN_IN_BACKWARD = "--grad-clip 0 --micro-batch-size 4"
 UPDATED_IN_BACKWARD = f"{TRAIN_IN_BACKWARD} --set optimizer_in_backward=true"
 MIXED = "--data {corpus}=3 --data {other} --pack"
 MTP_LOSSES = "--model {deepseek}/config.json --set router_z_loss=0.1 --set seq_aux_loss=0.1"
+# batches of validation too are of one sequence: no graph is compiled again for another size
+ONE_LAYER = MTP_LOSSES.replace("deepseek", "one-layer") + " --micro-batch-size 1"
 TRAIN = [
     Row("", ranks=""),
     Row("--micro-batch-size 3", "", 1e-5),
@@ -32020,7 +32025,7 @@ TRAIN = [
     Row(TRAIN_RUNS["moe"] + " --set experts=loop", TRAIN_RUNS["moe"], 1e-5),
     Row("--model {mixtral}/config.json --set experts=loop", "--model {mixtral}/config.json", 1e-5),
     Row(MTP_LOSSES),
-    Row(f"{MTP_LOSSES} --compile", MTP_LOSSES, 1e-5, slow=True),
+    Row(f"{ONE_LAYER} --compile", ONE_LAYER, 1e-5, slow=True),
     Row("--init {plain} --upcycle 4"),
     Row(TRAIN_RUNS["head"]),
     Row(TRAIN_RUNS["head"] + " --micro-batch-size 1", TRAIN_RUNS["head"], 1e-4),
@@ -32183,7 +32188,7 @@ TRAIN_BAD = {  # flags -> words of the error, separated by "|"
     "--model huge": "--model huge|small",
     "--init {plain} --model draft": "--init|--model:",
     "--resume --out {plain} --model draft": "--model draft|differs from the run's|omit it",
-    "--device cuda:7": "--device cuda:7",
+    "--device cuda:99": "--device cuda:99",
     "--resume": "--resume|nothing was saved",
     "--out {small}": "small|no run to resume",
     "--out {tied}": "no run to resume",  # in several shards
@@ -32742,6 +32747,7 @@ def test_draft_head_stopped_or_killed(train_runs, tmp_path, capsys, monkeypatch)
 # --------------------------------------------------------------------------------------------------
 
 
+ONE_GROUP = dict(n_groups=1, topk_groups=1, group_score_topk=1)
 PYRAMID = latent(
     family="sheaf", layer_experts=(4, 8), n_experts_per_token=1, scoring="softmax",
     norm_topk=False, topk_groups=4, group_score_topk=1,
@@ -32807,7 +32813,6 @@ def test_train_moe_auxiliary_losses_equal_their_formulas(kind, config):
             assert relative(gradient - without, added) < 1e-4
         else:
             assert abs(row["aux_loss"] - expected) > 3e-4
-ONE_GROUP = dict(n_groups=1, topk_groups=1, group_score_topk=1)
 
 
 def test_train_moe_validation_does_not_count_expert_load():
@@ -32848,7 +32853,8 @@ def test_train_moe_residual_pyramid_is_a_dense_mlp_and_one_expert(tmp_path):
     """DeepSpeed-MoE: a layer's output is the dense MLP's and its best expert's, times the router's
     probability; later layers have more experts. A checkpoint, whole or the experts of one rank,
     has the same weights; the weights read in a decode step depend on each layer's E."""
-    model, x = random_model(replace(PYRAMID, correction_bias=False)), torch.randn(2, 9, 64)
+    model = random_model(replace(PYRAMID, correction_bias=False))
+    x = torch.randn(2, 9, 64, generator=seeded())
     for layer in moe_layers(model):
         mlp, best = layer.shared, (x @ layer.router.mT).softmax(-1).max(-1)
         want = (F.silu(x @ mlp.gate_proj.weight.mT) * (x @ mlp.up_proj.weight.mT)) @ (
@@ -33032,7 +33038,8 @@ def test_attention_in_the_model_equals_dense_attention(config, absorb_up_to, mon
 def test_grouped_attention_on_a_gpu_is_fused(backend, compiling, window, monkeypatch):
     """Where torch would choose its unfused backend for grouped heads, and where that is not known,
     keys and values are repeated: the output and the gradients are equal."""
-    (q, k, v), used = [torch.randn(2, 9, n, 8, requires_grad=True) for n in (6, 2, 2)], []
+    (q, k, v), used = [normal(2, 9, n, 8, dtype=torch.float32) for n in (6, 2, 2)], []
+    q, k, v = (x.cpu().requires_grad_() for x in (q, k, v))
     spec, sdpa = M.AttentionSpec(0, 8**-0.5, window), F.scaled_dot_product_attention
 
     def recorded(q, k, *args, **kwargs):
@@ -33247,7 +33254,7 @@ def mesh_ranks(env):
 
 FAKE_RANKS = {("bytes", world): as_fake_rank(0, world, sp_saved) for world in (2, 4)}
 FAKE_RANKS |= {("mesh", rank): as_fake_rank(rank, 8, mesh_ranks) for rank in (0, 7)}
-fake_ranks = on_ranks("fake_ranks", FAKE_RANKS, 1)
+fake_ranks = on_ranks("fake_ranks", FAKE_RANKS, 1, limit=600)
 
 
 def test_layout_sequence_parallel_keeps_the_formula_over_t(fake_ranks):
@@ -34379,7 +34386,7 @@ def layouts(tmp_path_factory):
                 layout_reference(replace(task.reference(), dtype=dtype))
             works[name] = lambda env, task=LAYOUT_TASKS[name]: run_task(env, *task)
         folder, (slow, world) = tmp_path_factory.mktemp("layouts"), group
-        return run_on_ranks(folder, works, world, 900 if slow else 200, 60, layout_setup)
+        return run_on_ranks(folder, works, world, 3600 if slow else 1200, 300, layout_setup)
 
     return lambda name: results(layout_group(name))[name]
 
@@ -34521,7 +34528,7 @@ def dry_results(tmp_path_factory):
             """The step of all runs of so many ranks, on `world` processes."""
             of = {n: run for n, run in runs.items() if run[0] in wanted}
             works = {n: lambda env, run=run: step(env, folder, *run) for n, run in of.items()}
-            more = dict(limit=300, hang=120, fresh_groups=True)
+            more = dict(limit=1500, hang=300, fresh_groups=True)
             return run_on_ranks(folder / f"{step.__name__}{world}", works, world, **more)
 
         real = {world: on_world(world, dry_real_step, (world,)) for world in (1, 2, 4)}
@@ -34633,7 +34640,7 @@ def test_dry_run_of_512_ranks_of_a_llama3_block(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "empty")
     argv = f"--dry-run 512 --model {tmp_path}/wide.json --tp 8 --zero 3 --seq-len 8192"
     process = fork_train(argv.split(), 0, 1, free_port(), tmp_path / "log")
-    process.join(100)
+    process.join(600)
     out = (tmp_path / "log").read_text()
     assert process.exitcode == 0, out
     assert "512 ranks: dp_shard 64 x tp 8" in out and not list(Path.cwd().iterdir())
@@ -34994,11 +35001,11 @@ DL_WORKS |= {
     f"outer {i}": lambda env, case=case: dl_outer(env, *case) for i, case in enumerate(DL_OUTER)
 }
 DL_WORKS |= {"resumed": lambda env: dl_outer(env, *DL_OUTER[2], save_at=4)}
-dl_done = on_ranks("dl_done", DL_WORKS, setup=dl_setup)
+dl_done = on_ranks("dl_done", DL_WORKS, limit=900, hang=200, setup=dl_setup)
 
 # ---- workers that come and go ----
 
-DL_WAIT = 5.0  # seconds; of 20 processes that share two cores none is silent for so long
+DL_WAIT = 10.0  # seconds; of 20 processes that share two cores none is silent for so long
 DL_ROUNDS = 6
 DL_TROUBLES = ["dies in a step", "dies in the reduction", "dies with the result"]
 DL_TROUBLES += ["fails with the result", "sleeps"]
@@ -35017,6 +35024,12 @@ class DLTrouble(DL.ElasticExchange):
         self.trouble = None
         return True
 
+    def _form_group(self, attempt):
+        since = time.monotonic()
+        members = super()._form_group(attempt)
+        self.waited = time.monotonic() - since >= self.timeout
+        return members
+
     def _reduce(self, turn, number, *args):
         self.tries += 1
         if self.now("dies in the reduction", number):
@@ -35029,8 +35042,14 @@ class DLTrouble(DL.ElasticExchange):
         return done
 
 
+def dl_told(path: Path, number: int) -> bool:
+    """Whether a worker has told of this round."""
+    return path.exists() and number in [row[0] for row in torch.load(path, weights_only=False)]
+
+
 def dl_worker(worker, at, n, trouble, told, rounds):
-    """Moves by dl_moves, 3 steps a round, in fp64; tells (round, workers, weights, tries, s)"""
+    """Moves by dl_moves, 3 steps a round, in fp64; tells (round, workers, weights, tries, whether
+    its last meeting lasted DL_WAIT)"""
     log = open(Path(told).with_suffix(".log"), "w")
     os.dup2(log.fileno(), 2)
     torch.set_num_threads(1)
@@ -35038,30 +35057,31 @@ def dl_worker(worker, at, n, trouble, told, rounds):
     workers = DLTrouble(at, worker, n, timeout=DL_WAIT, trouble=trouble)
     outer = DL.DiLoCo(params, workers, every=3, dtype=torch.float64)
 
-    def tell(done, since):
-        spent = time.monotonic() - since
-        rows.append((done.number, done.workers, [p.clone() for p in params], workers.tries, spent))
+    def tell(done):
+        weights = [p.clone() for p in params]
+        rows.append((done.number, done.workers, weights, workers.tries, workers.waited))
         torch.save(rows, told + ".tmp")
         os.rename(told + ".tmp", told)
 
     if workers.begin(outer.round):
-        tell(outer.join(), 0)
+        tell(outer.join())
     while outer.round < rounds:
         where = outer.round, outer.steps
         if trouble == "sleeps" and where == (2, 1):
-            trouble = time.sleep(2.5 * DL_WAIT)
+            trouble = wait_until(lambda: dl_told(Path(told).with_name("0.rows"), 3), 300)
         if trouble == "dies in a step" and where == (2, 1):
             os.kill(os.getpid(), signal.SIGKILL)
         back = lambda: any(i == 3 for i, *_ in workers._announced(workers._current_attempt()[0]))
         while outer.round == 4 and worker != 3 and not back():
             time.sleep(0.02)  # one that starts again, or slept, comes now
         if at.endswith("dies_in_a_step") and where == (2, 2):
-            time.sleep(1.5 * DL_WAIT)  # so that the death is old when the others meet
+            wait_until(lambda: not workers._is_alive(3), 300)  # the death is old
+            Path(at, f"old{worker}").touch()
+            wait_until(lambda: len([*Path(at).glob("old*")]) == 3, 300)
         for p in params:
             p.sub_(dl_moves(worker, outer.round * 3 + outer.steps, p))
-        since = time.monotonic()
         if (done := outer.step()) is not None:
-            tell(done, since)
+            tell(done)
     workers.close()
     os._exit(0)
 
@@ -35086,7 +35106,7 @@ def dl_codes(started, seconds):
 @pytest.fixture(scope="module")
 def dl_elastic(tmp_path_factory):
     """Of each trouble of worker 3 of 4 -> the rows that each worker told, one for who came again"""
-    root, started, again, out = tmp_path_factory.mktemp("elastic"), {}, {}, {}
+    root, started, out = tmp_path_factory.mktemp("elastic"), {}, {}
 
     def start(trouble, worker, what, name):
         folder = root / trouble.replace(" ", "_")
@@ -35095,15 +35115,13 @@ def dl_elastic(tmp_path_factory):
 
     for trouble in DL_TROUBLES:
         started[trouble] = [start(trouble, i, trouble if i == 3 else None, i) for i in range(4)]
-    for trouble in DL_TROUBLES:
-        if trouble.startswith("dies"):
-            started[trouble].pop().join(60)
-            again[trouble] = time.monotonic() + (2 * DL_WAIT if "step" in trouble else 0.5)
-    for trouble in sorted(again, key=again.get):
-        time.sleep(max(0, again[trouble] - time.monotonic()))
+    for trouble in DL_TROUBLES[2::-1]:
+        started[trouble].pop().join(300)
+        if trouble == "dies in a step":
+            wait_until(lambda: dl_told(root / "dies_in_a_step" / "0.rows", 3), 300)
         started[trouble].append(start(trouble, 3, None, "again"))
     for trouble, those in started.items():
-        folder, codes = root / trouble.replace(" ", "_"), dl_codes(those, 60)
+        folder, codes = root / trouble.replace(" ", "_"), dl_codes(those, 300)
         logs = [path.read_text()[-800:] for path in folder.glob("*.log")]
         assert codes == [0] * len(those), (trouble, codes, logs)
         rows = folder.glob("*.rows")
@@ -35130,15 +35148,16 @@ def test_diloco_workers_continue_without_a_lost_worker_and_readmit_it(dl_elastic
     assert members[2] == (all_ if trouble.startswith("fails") else [0, 1, 2])
     late = rows.get("again", rows.get("3"))
     assert [number for number, *_ in late][-2:] == [DL_ROUNDS - 2, DL_ROUNDS - 1]
-    tries, seconds = {told[-1][3] for told in rows.values()}, [row[4] for row in rows["0"]][2:4]
+    tries, told = {told[-1][3] for told in rows.values()}, [*itertools.chain(*rows.values())]
+    waited = [any(row[4] for row in told if row[0] == number) for number in (2, 3)]
     if trouble == "fails with the result":
         assert tries == {DL_ROUNDS + 1}
     if trouble == "dies with the result":
         assert rows["0"][-1][3] > DL_ROUNDS  # survivors had the whole result, and left it
     if trouble == "dies in a step":
-        assert max(seconds) < 0.5 * DL_WAIT
+        assert waited == [False, False]
     if trouble == "sleeps":
-        assert seconds[0] > 0.9 * DL_WAIT and seconds[1] < 0.5 * DL_WAIT
+        assert waited == [True, False]
 
 
 def dl_alone(at, worker=0, n=1, about=None, **how):
@@ -35183,15 +35202,17 @@ def dl_serve(at, log):
 
 def test_diloco_workers_rendezvous_at_an_external_store(tmp_path):
     """HOST:PORT of diloco.py --serve: two workers, and the store outlives both."""
-    at, log = f"127.0.0.1:{free_port()}", tmp_path / "log"
-    serve = multiprocessing.get_context("fork").Process(target=dl_serve, args=(at, log))
+    log = tmp_path / "log"
+    args = "127.0.0.1:0", log  # at any free port, which it prints
+    serve = multiprocessing.get_context("fork").Process(target=dl_serve, args=args)
     serve.start()
     try:
-        while not log.exists() or at not in log.read_text():
+        while not log.exists() or not (found := re.search(r"at (\S+:\d+)\n", log.read_text())):
             time.sleep(0.01)
             assert serve.exitcode is None
+        at = found[1]
         told = [str(tmp_path / f"{i}.rows") for i in range(2)]
-        assert dl_codes([dl_fork(i, at, 2, None, told[i], 2) for i in range(2)], 20) == [0, 0]
+        assert dl_codes([dl_fork(i, at, 2, None, told[i], 2) for i in range(2)], 300) == [0, 0]
         a, b = (torch.load(path, weights_only=False) for path in told)
         assert [row[:2] for row in a] == [(0, [0, 1]), (1, [0, 1])]
         assert all(map(torch.equal, a[-1][2], b[-1][2]))
@@ -35200,6 +35221,7 @@ def test_diloco_workers_rendezvous_at_an_external_store(tmp_path):
             DL.serve_store(at)
     finally:
         serve.kill()
+        serve.join()
     with pytest.raises(ValueError, match=f"no store at {at}.*--serve"):
         DL.open_store(at, 0.2)
 
@@ -35294,26 +35316,32 @@ def test_diloco_readmitted_worker_continues_at_the_others_step(dl_argv, tmp_path
 
 
 @pytest.mark.slow
-def test_diloco_training_continues_when_one_of_four_workers_is_killed(dl_argv, tmp_path):
+def test_diloco_training_continues_when_one_of_four_workers_is_killed(
+    dl_argv, tmp_path, monkeypatch
+):
     """kill -9 in the midst of a round, then the same command in an empty folder: the others
     continue, it joins, all end with the same validation loss, and that has fallen."""
     flags = f"--steps 120 --diloco 6 --diloco-rendezvous {tmp_path / 'store'} --diloco-workers 4 "
-    flags += "--set diloco_timeout=15 --diloco-worker {}"
+    flags += "--set diloco_timeout=60 --diloco-worker {}"
     begin = lambda i, name: fork_train(
         dl_argv(tmp_path / name, flags.format(i)), 0, 1, free_port(), tmp_path / f"{name}.log"
     )
-    started = [begin(i, str(i)) for i in range(4)]
-    rows = tmp_path / "3" / "metrics.jsonl"
-    while not rows.exists() or rows.read_text().count("\n") < 15:
-        time.sleep(0.005)
-        assert started[3].exitcode is None, (tmp_path / "3.log").read_text()
-    started[3].kill()
+    joins, real = tmp_path / "joins", DL.ElasticExchange._form_group
+    with sabotaged(0, 61, lambda: wait_until(joins.exists, 300)):
+        started = [begin(i, str(i)) for i in range(3)]
+    with sabotaged(0, 16, lambda: os.kill(os.getpid(), signal.SIGKILL)):
+        started.append(begin(3, "3"))
+    started[3].join(300)
+    assert started[3].exitcode == -signal.SIGKILL, (tmp_path / "3.log").read_text()
+    monkeypatch.setattr(
+        DL.ElasticExchange, "_form_group", lambda *args: joins.touch() or real(*args)
+    )
     started[3] = begin(3, "again")
-    assert dl_codes(started, 200) == [0] * 4
+    assert dl_codes(started, 600) == [0] * 4
     got = {name: metrics(tmp_path / name) for name in ("0", "1", "2", "again")}
     met = [r["workers"] for r in got["0"] if "workers" in r]
     assert met[0] == [0, 1, 2, 3] and [0, 1, 2] in met
-    assert got["again"][-1]["step"] == 120 and len(got["again"]) < 115
+    assert got["again"][-1]["step"] == 120 and len(got["again"]) <= 120 - 18
     last = [rows[-1]["val_loss"] for rows in got.values()]
     assert max(last) - min(last) < 1e-6 and last[0] < got["0"][11]["val_loss"] - 0.5
 
@@ -35328,12 +35356,12 @@ def test_diloco_workers_of_different_rank_counts_exchange(dl_argv, tmp_path, inn
     losses = []
     for ranks, layout in ((1, ""), (2, inner)):
         flags = f"--steps 12 --diloco 4 --diloco-rendezvous {tmp_path / f'{ranks}'} "
-        flags += "--diloco-workers 2 --set diloco_timeout=40 --diloco-worker "
-        started, port, log = [], free_port(), tmp_path / "log"
+        flags += "--diloco-workers 2 --set diloco_timeout=300 --diloco-worker "
+        started, log = [], tmp_path / "log"
         for worker, more, n in ((0, "", 1), (1, f" {layout}", ranks)):
-            argv = dl_argv(tmp_path / f"{ranks}{worker}", f"{flags}{worker}{more}")
-            started += [fork_train(argv, rank, n, port + worker, log) for rank in range(n)]
-        assert dl_codes(started, 120) == [0] * len(started), log.read_text()[-3000:]
+            argv, port = dl_argv(tmp_path / f"{ranks}{worker}", f"{flags}{worker}{more}"), free_port()
+            started += [fork_train(argv, rank, n, port, log) for rank in range(n)]
+        assert dl_codes(started, 600) == [0] * len(started), log.read_text()[-3000:]
         losses.append(metrics(tmp_path / f"{ranks}0"))
     for a, b in zip(*losses, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
@@ -35535,8 +35563,8 @@ def test_train_scale_merged_adapters_equal_separate_adapters(train_runs, tmp_pat
 
 @pytest.mark.slow
 def test_train_scale_from_pretraining_to_serving(train_runs, tmp_path, capsys):
-    """Pretrain, fine-tune, reinforce, quantize, serve: in two minutes, and the reward rises."""
-    began, text = time.perf_counter(), tmp_path / "sums.txt"
+    """Pretrain, fine-tune, reinforce, quantize, serve: the reward rises."""
+    text = tmp_path / "sums.txt"
     text.write_text("".join(f"{a}+{b}={a + b}\n" for _ in range(150) for a, b in SUMS))
     (tmp_path / "config.json").write_text(json.dumps(tiny(vocab_size=300, dim=64).to_hf()))
     base = "--seq-len 32 --device cpu --dtype fp32 --save-every 1000 --eval-every 1000"
@@ -35557,7 +35585,7 @@ def test_train_scale_from_pretraining_to_serving(train_runs, tmp_path, capsys):
     serve = ["--checkpoint", tmp_path / "rl", *serve.split()]
     capsys.readouterr()
     right = sum(quantize_main(q, *serve).strip() == a for q, a in ASKED[::6])
-    assert right >= 2 and time.perf_counter() - began < 120, right
+    assert right >= 2
 
 
 # ---- messages ----
@@ -35620,7 +35648,8 @@ def test_train_scale_dry_run_predicts_the_peak_memory(ranks, flags, rows, corpus
     code += "cpu.keep_freed_memory(False)\nsys.exit(train.main())"
     (tmp_path / "program.py").write_text(code)
     argv = [tmp_path / "program.py", *flags.split(), *more.split()]
-    done = run(*([*TORCHRUN, ranks] if ranks > 1 else []), *argv, env={"PYTHONPATH": str(REPO)})
+    launch = [*TORCHRUN, ranks] if ranks > 1 else []
+    done = run(*launch, *argv, env={"PYTHONPATH": str(REPO)}, timeout=900)
     assert done.returncode == 0, done.stderr
     took = MT.read_metrics(tmp_path / "out" / "metrics.jsonl")[-1]["peak_memory"]
     assert 0.98 * predicted < took < 1.1 * predicted, (took, predicted)
@@ -35776,18 +35805,29 @@ def test_train_scale_every_rank_joins_in_writing_the_run_id(written, tmp_path, m
 
 
 @contextmanager
-def sabotaged(out: Path, rank: int, rows: int, fault: Callable[[], object]):
-    """In forked train.py processes, `fault` happens on a rank once OUT has so many metrics rows."""
-    real, path = STEP.loss_sums, out / "metrics.jsonl"
+def sabotaged(rank: int, step: int, fault: Callable[[], object]):
+    """In forked train.py processes `fault` happens on a rank when the forward pass of `step`
+    begins."""
+    real = CB.Callbacks.phase
 
-    def faulty(*args, **kwargs):
-        due = os.environ.get("RANK") == str(rank) and path.exists()
-        if due and path.read_text().count("\n") >= rows:
+    def phase(self, at, name):
+        real(self, at, name)
+        if os.environ.get("RANK") == str(rank) and (at, name) == (step, "forward and backward"):
             fault()
-        return real(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(STEP, "loss_sums", faulty)
+        patch.setattr(CB.Callbacks, "phase", phase)
+        yield
+
+
+@contextmanager
+def killed_in(module, name: str, rank: int, step: int):
+    """In forked train.py processes a rank dies in its first call of module.name after `step` has
+    begun."""
+    real, begun = getattr(module, name), threading.Event()
+    die = lambda: os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.MonkeyPatch.context() as patch, sabotaged(rank, step, begun.set):
+        patch.setattr(module, name, lambda *a, **k: begun.is_set() and die() or real(*a, **k))
         yield
 
 
@@ -35802,7 +35842,7 @@ def test_train_scale_a_killed_rank_resumes_from_memory(world, every, step, train
     flags += " --set memory_checkpoint_dir="
     train_runs.on_ranks(f"{flags}{tmp_path / 'other'}", whole, world)
     flags += str(shm)
-    with sabotaged(out, world - 1, 5, lambda: os.kill(os.getpid(), signal.SIGKILL)):
+    with sabotaged(world - 1, 6, lambda: os.kill(os.getpid(), signal.SIGKILL)):
         codes = train_on_ranks(train_runs.argv(flags, out), world, tmp_path / "log")
     assert codes[-1] == -signal.SIGKILL and all(codes)
     assert not saved_steps(out) and any(shm.glob("*.pt"))
@@ -35818,10 +35858,10 @@ def test_train_scale_a_killed_rank_resumes_from_memory(world, every, step, train
 
 @pytest.mark.slow
 def test_train_scale_a_hang_names_the_stuck_rank(train_runs, tmp_path):
-    """One of two ranks sleeps: the other says so, and ends with its own code."""
+    """One of two ranks sleeps until a signal: the other says so, and ends with its own code."""
     out, log = tmp_path / "out", tmp_path / "log"
-    with sabotaged(out, 1, 4, partial(time.sleep, 30)):
-        codes = train_on_ranks(train_runs.argv("--steps 30 --set hang_timeout=2", out), 2, log)
+    with sabotaged(1, 5, signal.pause):
+        codes = train_on_ranks(train_runs.argv("--steps 30 --set hang_timeout=4", out), 2, log)
     said = log.read_text()
     assert CB.EXIT_HANG in codes, (codes, said)
     assert "stuck: rank 1" in said and "stuck: rank 0" not in said, said
@@ -35858,20 +35898,20 @@ def test_train_scale_torchrun_restarts_a_dead_rank(train_runs, tmp_path):
     program.write_text(f"""
 import os, pathlib, sys
 import train
-from training import step
-real, flag = step.loss_sums, pathlib.Path({str(flag)!r})
-def dies(*args, **kwargs):
-    rows = pathlib.Path({str(out)!r}, "metrics.jsonl")
-    if os.environ["RANK"] == "1" and not flag.exists() and rows.read_text().count("\\n") >= 5:
+from training.callbacks import Callbacks
+phase, flag = Callbacks.phase, pathlib.Path({str(flag)!r})
+def dies(self, step, name):
+    phase(self, step, name)
+    if os.environ["RANK"] == "1" and (step, name) == (6, "update") and not flag.exists():
         flag.touch()
         os.kill(os.getpid(), 9)
-    return real(*args, **kwargs)
-step.loss_sums = dies
+Callbacks.phase = dies
 sys.exit(train.main())
 """)
     train_runs.on_ranks("--save-every 2", tmp_path / "whole")
     argv = [program, *train_runs.argv("--resume auto --save-every 2", out)]
-    done = run(*TORCHRUN, 2, "--max-restarts", 2, *argv, env={"PYTHONPATH": str(REPO)})
+    more = dict(env={"PYTHONPATH": str(REPO)}, timeout=900)
+    done = run(*TORCHRUN, 2, "--max-restarts", 1, *argv, **more)
     assert done.returncode == 0 and flag.exists(), done.stderr[-3000:]
     assert_same_training(out, tmp_path / "whole")
 
@@ -35925,42 +35965,26 @@ def test_train_scale_the_time_of_a_step_includes_the_update(train_runs, tmp_path
     assert len(rows) == 2 and all(2 * 16 / row["tokens_per_second"] >= 0.3 for row in rows)
 
 
+KILLED_IN = [(STEP, "loss_sums"), (T, "clip_gradients"), (torch, "save"), (CK, "_digest")]
+
+
 @pytest.mark.slow
 def test_train_scale_kills_at_any_moment_lose_nothing(train_runs, tmp_path):
-    """SIGKILL of one rank at random moments, --resume auto each time: the bits of a whole run."""
-    world, kills = 4, 6
-    more = "--steps 20 --save-every 2 --eval-every 1000 --resume auto"
+    """SIGKILL of one rank in the forward pass, before the update, or in a save's thread, --resume
+    auto each time: the bits of a whole run. Each start adds a checkpoint."""
+    world, rng = 4, random.Random(4)
+    more = f"--steps {10 * len(KILLED_IN) + 4} --save-every 2 --eval-every 1000 --resume auto"
     more += " --memory-checkpoint-every 3 --tp 2 --zero 3"
     flags = lambda name: f"{more} --set memory_checkpoint_dir={tmp_path / name}.shm"
-    out, log, rng, done = tmp_path / "out", tmp_path / "log", random.Random(world), set()
+    out, log = tmp_path / "out", tmp_path / "log"
     train_runs.on_ranks(flags("whole"), tmp_path / "whole", world)
     newest = lambda: max(saved_steps(out), default=0)
-
-    def kill(processes):
-        """A while after the first new checkpoint, or before"""
-        last, wait, until = newest(), rng.random() < 0.8, time.monotonic() + 60
-        while wait and newest() <= last and time.monotonic() < until:
-            if any(p.exitcode is not None for p in processes):
-                return
-            time.sleep(0.001)
-        time.sleep(rng.uniform(0, 0.15))
-        processes[rng.randrange(world)].kill()
-
-    killed, codes = 0, []
-    for _ in range(4 * kills):
-        before = newest()
-        codes = train_on_ranks(train_runs.argv(flags("out"), out), world, log, kill)
-        assert newest() >= before
-        done.add(newest())
-        killed += -signal.SIGKILL in codes
-        if killed == kills:
-            break
-        if codes == [0] * world:  # it was through before the kill: once more
-            shutil.rmtree(out)
-            shutil.rmtree(tmp_path / "out.shm", ignore_errors=True)
-    assert killed == kills and len(done) >= kills // 2, log.read_text()[-3000:]
-    if codes != [0] * world:
-        train_runs.on_ranks(flags("out"), out, world)
+    for i, call in enumerate(rng.sample(KILLED_IN, len(KILLED_IN))):
+        before, victim, step = newest(), rng.randrange(world), 10 * i + rng.randint(5, 7)
+        with killed_in(*call, victim, step):
+            codes = train_on_ranks(train_runs.argv(flags("out"), out), world, log)
+        assert codes[victim] == -signal.SIGKILL and before < newest() < step + 5, log.read_text()
+    train_runs.on_ranks(flags("out"), out, world)
     assert_same_training(out, tmp_path / "whole")
 
 
@@ -35975,20 +35999,35 @@ def test_train_scale_replica_groups_need_torchft(train_runs, tmp_path, monkeypat
     assert not saved_steps(tmp_path / "out")
 
 
+def serve_quorums(groups: int, told: Path) -> None:
+    """torchft's lighthouse, until killed; its address is in the file `told`."""
+    from torchft.coordination import LighthouseServer
+
+    limits = dict(join_timeout_ms=60_000, heartbeat_timeout_ms=5000, quorum_tick_ms=5)
+    server = LighthouseServer("[::]:0", groups, **limits)
+    told.with_suffix(".tmp").write_text(server.address())
+    told.with_suffix(".tmp").rename(told)
+    threading.Event().wait()
+
+
 @pytest.fixture
-def lighthouse(monkeypatch):
-    """torchft's server of quorums, of at least as many groups as it is called with"""
-    coordination = pytest.importorskip("torchft.coordination", reason="needs torchft")
-    servers = []
+def lighthouse(monkeypatch, tmp_path):
+    """Starts a lighthouse for at least as many groups as it is called with. In another process: one
+    forked from a process with torchft's threads may crash."""
+    if not importlib.util.find_spec("torchft"):
+        pytest.skip("needs torchft")
+    servers, told = [], tmp_path / "lighthouse"
 
     def start(groups: int) -> None:
-        limits = dict(join_timeout_ms=1000, heartbeat_timeout_ms=2000, quorum_tick_ms=5)
-        servers.append(coordination.LighthouseServer("[::]:0", groups, **limits))
-        monkeypatch.setenv("TORCHFT_LIGHTHOUSE", servers[-1].address())
+        fork = multiprocessing.get_context("fork").Process
+        servers.append(fork(target=serve_quorums, args=(groups, told), daemon=True))
+        servers[-1].start()
+        wait_until(told.exists, 120)
+        monkeypatch.setenv("TORCHFT_LIGHTHOUSE", told.read_text())
 
     yield start
     for server in servers:
-        server.shutdown()
+        server.kill()
 
 
 def replica_group(argv: list[str], group: int, ranks: int = 1) -> list:
@@ -36004,7 +36043,7 @@ def test_train_scale_replica_groups_equal_one_process(train_runs, tmp_path, ligh
     a, b = tmp_path / "a", tmp_path / "b"
     jobs = [*replica_group(train_runs.argv("", a), 0), *replica_group(train_runs.argv("", b), 1)]
     for job in jobs:
-        job.join(120)
+        job.join(600)
     assert [job.exitcode for job in jobs] == [0, 0]
     assert_same_training(a, b)
     rows, whole = metrics(a), metrics(train_runs["plain"])
@@ -36013,43 +36052,56 @@ def test_train_scale_replica_groups_equal_one_process(train_runs, tmp_path, ligh
 
 
 @pytest.mark.slow
-def test_train_scale_a_killed_replica_group_comes_back(train_runs, tmp_path, lighthouse):
+def test_train_scale_a_killed_replica_group_comes_back(
+    train_runs, tmp_path, lighthouse, monkeypatch
+):
     """The other group goes on alone; restarted, it takes the other's state: the same bits."""
     lighthouse(1)
-    steps, ranks = 200, 2
+    steps, ranks, real = 30, 2, CB.Callbacks
     flags = f"--zero 3 --steps {steps} --save-every 1000 --eval-every 1000"
     written = lambda name: (tmp_path / name / "metrics.jsonl").exists()
     rows = lambda name: metrics(tmp_path / name) if written(name) else []
-    start = lambda name, i: replica_group(train_runs.argv(flags, tmp_path / name), i, ranks)
-    a, b = start("a", 0), start("b", 1)
-    started = [*a, *b]
+    joins = lambda name: tmp_path / f"{name} joins"
 
-    def wait(true: Callable[[], bool]) -> None:
-        until = time.monotonic() + 100
-        while not true():
-            assert time.monotonic() < until and a[0].exitcode is None
-            time.sleep(0.02)
+    def alone() -> bool:
+        groups = [row["replica_groups"] for row in rows("a")]
+        return 2 in groups and groups[-1] == 1
 
+    def start(name: str, other: str, i: int, at_phase: Callable[[int], object]) -> list:
+        """A group whose first quorum has the other, if that is alive."""
+
+        def before_step(self, step):
+            joins(name).touch()
+            wait_until(joins(other).exists, 300)
+            return real_before_step(self, step)
+
+        def phase(self, step, *args):
+            at_phase(step)
+            return real_phase(self, step, *args)
+
+        real_before_step, real_phase = real.before_step, real.phase
+        with monkeypatch.context() as patch:
+            patch.setattr(real, "before_step", before_step)
+            patch.setattr(real, "phase", phase)
+            return replica_group(train_runs.argv(flags, tmp_path / name), i, ranks)
+
+    def wait_if_alone(step):
+        if os.environ["RANK"] == "0" and alone():
+            wait_until(joins("c").exists, 300)
+
+    jobs = [start("a", "b", 0, wait_if_alone)]
+    jobs.append(start("b", "a", 1, lambda step: step == 6 and os.kill(os.getpid(), signal.SIGKILL)))
     try:
-        groups = lambda: rows("a")[-1]["replica_groups"] if rows("a") else 0
-        wait(lambda: groups() == 2 and len(rows("b")) > 4)
-        for rank in b:
-            rank.kill()
-        wait(lambda: groups() == 1)
-        for rank in a:
-            os.kill(rank.pid, signal.SIGSTOP)  # or it would finish while the other starts
-        started += (c := start("c", 1))
-        wait(lambda: any((tmp_path / "c").glob("tokenizer.*")))
-        for rank in a:
-            os.kill(rank.pid, signal.SIGCONT)
-        wait(lambda: groups() == 2)
-        for rank in (*a, *c):
-            rank.join(200)
-        assert [rank.exitcode for rank in (*a, *c)] == [0] * 2 * ranks
+        wait_until(alone, 300)
+        jobs.append(start("c", "a", 1, int))
+        for rank in itertools.chain(*jobs):
+            rank.join(600)
+        codes = [[rank.exitcode for rank in job] for job in jobs]
+        assert codes[0] == codes[2] == [0] * ranks and -signal.SIGKILL in codes[1], codes
     finally:
-        for rank in started:
+        for rank in itertools.chain(*jobs):
             rank.kill()
-    assert rows("c")[0]["step"] > 4 and rows("c")[-1]["step"] == steps
+    assert rows("c")[0]["step"] > 5 and rows("c")[-1]["step"] == steps
     after = {row["step"]: row["loss"] for row in rows("a")}
     assert all(after[row["step"]] == row["loss"] for row in rows("c"))
     assert exported_weights(tmp_path / "a") == exported_weights(tmp_path / "c")
@@ -36164,7 +36216,7 @@ def test_checkpoint_flat_regions_of_any_range(shape):
 def test_checkpoint_buffers_on_a_gpu(tmp_path, fake_cuda, monkeypatch):
     """The thread first selects the GPU of its tensors; the buffers are pinned as one block without
     gaps of 64 bytes or more, which is unpinned and then freed when other chunks are written."""
-    calls, keeper, w = fake_cuda.calls, CK.Checkpoints(tmp_path, sync=True), torch.randn(33, 7)
+    calls, keeper, w = fake_cuda.calls, CK.Checkpoints(tmp_path, sync=True), torch.ones(33, 7)
     monkeypatch.setattr(CK.ShardedTensor, "is_cuda", True, raising=False)
     fake_cuda.unpin = lambda at: calls.append(("unpin", at, len(keeper.buffers)))
     state = {"w": w, "b": torch.arange(5), "none": torch.zeros(0, 3), "step": torch.tensor(2.0)}
@@ -36221,28 +36273,32 @@ def checkpoint_case_replicas_are_written_once(rank, folder):
 
 
 def checkpoint_case_training_goes_on_during_a_save(rank, folder):
-    """Collectives and changes of the weights while a save of half a second is under way; with
-    async_staging save() returns before the copy, wait_for_staging() after it."""
-    keeper, x = CK.Checkpoints(folder), torch.full((32, 32), 7.0)
+    """Collectives and changes of the weights while a save cannot end; with async_staging save()
+    returns before the copy, wait_for_staging() after it."""
+    keeper, x, go_on = CK.Checkpoints(folder), torch.full((32, 32), 7.0), threading.Event()
     state = {"a": x, "b": ck_rows(x[:8].clone(), (32, 32), 8 * rank)}
+
+    def stopped(call):
+        return lambda *args, **kwargs: (go_on.wait(60) or no_space(), call(*args, **kwargs))[1]
+
     with pytest.MonkeyPatch.context() as patch:
-        save, stage = torch.save, keeper._stage
-        patch.setattr(torch, "save", lambda *a, **k: (time.sleep(0.25), save(*a, **k)))
-        start = time.perf_counter()
+        patch.setattr(torch, "save", stopped(torch.save))
         keeper.save(1, state, {})
-        assert time.perf_counter() - start < 0.2
         for i in range(50):
             x.fill_(float(rank + i))
             dist.all_reduce(y := torch.tensor(float(rank + i)))
             assert y.item() == 4 * i + 6
         assert not keeper.pending.done()
+        go_on.set()
         keeper.wait()
         whole = CK.read_full_tensors(folder / "step-00000001")
         assert (whole["a"] == 7).all() and (whole["b"] == 7).all()
-        patch.setattr(keeper, "_stage", lambda *a: (time.sleep(0.2), stage(*a))[1])
+        go_on.clear()
+        patch.setattr(keeper, "_stage", stopped(keeper._stage))
         x.fill_(7.0)
         keeper.save(2, {"a": x}, {}, async_staging=True)
         assert not keeper.copied.is_set()
+        go_on.set()
         keeper.wait_for_staging()
         x.zero_()
         keeper.wait()
@@ -36391,7 +36447,7 @@ def ck_works(folder):
     return {name: partial(work, name) for name in CHECKPOINT}
 
 
-ck_ranks = on_ranks("ck_ranks", ck_works)
+ck_ranks = on_ranks("ck_ranks", ck_works, limit=900, hang=200)
 
 
 @pytest.mark.parametrize("name", CHECKPOINT)
@@ -36439,7 +36495,7 @@ def test_checkpoint_writes_are_balanced_over_ranks():
 def test_checkpoint_large_tensors_are_written_in_rows(tmp_path, monkeypatch):
     """Chunks over MAX_CHUNK_BYTES are split by rows, and read back whole or by name."""
     monkeypatch.setattr(CK, "MAX_CHUNK_BYTES", 4 * 10 * 3)
-    x, keeper = torch.randn(10, 10), CK.Checkpoints(tmp_path, sync=True)
+    x, keeper = torch.randn(10, 10, generator=seeded()), CK.Checkpoints(tmp_path, sync=True)
     halves = [((0, 0), (slice(0, 5),)), ((5, 0), (slice(5, 10),))]
     whole = {"x": x, "long": x.view(1, 100), "one": x[0, 0], "none": torch.zeros(0, 3), "two": x}
     whole |= {"conj": torch.tensor([1 + 2j]).conj(), "neg": torch.tensor([1 + 2j]).conj().imag}
@@ -36489,7 +36545,8 @@ def test_checkpoint_any_flipped_byte_is_detected(tmp_path, capsys):
     """Twenty-five bytes of each file: the step is skipped with the file's name."""
     keeper, rng = CK.Checkpoints(tmp_path, keep=3, sync=True), random.Random(0)
     for step in (1, 2):
-        keeper.save(step, {"x": torch.randn(50), "n": torch.tensor(step)}, {"k": [step, "text"]})
+        x = torch.randn(50, generator=seeded(step))
+        keeper.save(step, {"x": x, "n": torch.tensor(step)}, {"k": [step, "text"]})
     files = sorted((tmp_path / "step-00000002").iterdir())
     assert [path.name for path in files] == [".metadata", "__0_0.distcp", "manifest.json"]
     for path in files:
@@ -36503,7 +36560,7 @@ def test_checkpoint_any_flipped_byte_is_detected(tmp_path, capsys):
 
 
 REFUSED |= {
-    "checkpoint: keep": (lambda: CK.Checkpoints(Path("/tmp"), keep=0), "keep must be"),
+    "checkpoint: keep": (lambda: CK.Checkpoints(Path("/nowhere"), keep=0), "keep must be"),
     "checkpoint: no manifest": (
         lambda: CK.read_user_metadata(Path("/nowhere/step-00000041")),
         "manifest.json: cannot be read",
@@ -36525,7 +36582,7 @@ def kill_while(work, *args, ready, delay: float, ranks: int = 2, victims: int = 
     started = [fork(target=work, args=(rank, *args), daemon=True) for rank in range(ranks)]
     for process in started:
         process.start()
-    end = time.monotonic() + 30
+    end = time.monotonic() + 300
     while not ready():
         assert time.monotonic() < end and all(process.is_alive() for process in started)
         time.sleep(0.002)
@@ -36533,7 +36590,7 @@ def kill_while(work, *args, ready, delay: float, ranks: int = 2, victims: int = 
     for process in started[:victims]:
         process.kill()
     for process in started:
-        process.join(20)
+        process.join(300)
     return [process.exitcode for process in started]
 
 
@@ -36728,43 +36785,53 @@ def recovery_case_restart_generations_are_not_mixed(env):
     assert len(re_names(folder)) == 4
 
 
-def re_watchdog(env, name, **options):
-    """(watchdog, its reports)"""
-    reports, options = [], dict(timeout=0.6, first_timeout=0.6) | options
-    calls = dict(report=reports.append, on_hang=lambda: None)
-    return WD.Watchdog(dist.PrefixStore(name, env.store), env.rank, 4, **calls, **options), reports
+def re_watchdog(env, name):
+    """(watchdog, its reports): its rank has a row in the store, and it no limit until re_reported
+    sets one."""
+    reports, calls = [], dict(timeout=0.6, first_timeout=0.6, on_hang=lambda: None)
+    store = dist.PrefixStore(name, env.store)
+    watch = WD.Watchdog(store, env.rank, 4, report=reports.append, **calls)
+    watch.timeout = watch.first_timeout = INF
+    wait_until(lambda: dist.PrefixStore("watch", store).check([f"{env.rank}"]), 60)
+    return watch, reports
 
 
-def re_reported(env, reports, name, ranks=range(4)):
-    """Sleeps until these ranks have a report. By files: neither the store nor the group is sure to
+def re_meet(env, name, ranks=range(4)):
+    """Waits until these ranks are here. By files: neither the store nor the group is sure to
     answer."""
-    end = time.monotonic() + 10
-    while not reports and time.monotonic() < end:
-        time.sleep(0.005)
     (env.folder / f"{name}.{env.rank}").touch()
-    while not all((env.folder / f"{name}.{r}").exists() for r in ranks):
-        time.sleep(0.005)
+    wait_until(lambda: all((env.folder / f"{name}.{r}").exists() for r in ranks), 60)
+
+
+def re_reported(env, watch, reports, name, ranks=range(4)):
+    """When these ranks are here, sets the limit, and waits until all of them have a report."""
+    re_meet(env, f"{name} here", ranks)
+    watch.timeout = watch.first_timeout = 0.6
+    wait_until(lambda: reports, 60)
+    re_meet(env, f"{name} reported", ranks)
 
 
 def recovery_case_sleeping_rank_is_named(env):
     """Rank 2 sleeps in its second step: each rank reports it, its line and everybody's phase."""
-    watch, reports = re_watchdog(env, "sleep", first_timeout=30.0)
+    watch, reports = re_watchdog(env, "sleep")
+    sleep = partial(re_reported, env, watch, reports, "sleep")
     for step in (6, 7):
         watch.beat(step, "forward")
-        if step == 7:
-            sleep = partial(re_reported, env, reports, "sleep")
-            sleep() if env.rank == 2 else threading.Thread(target=sleep, daemon=True).start()
+        if step == 7 and env.rank == 2:
+            sleep()
         watch.beat(step, "reduce")
+        if step == 7 and env.rank != 2:
+            threading.Thread(target=sleep, daemon=True).start()
         dist.all_reduce(torch.ones(1))
     watch.close()
     (text,) = reports
     first, stuck, at, busy, waiting = text.splitlines()
     phase = "forward" if env.rank == 2 else "reduce"
-    assert first.startswith(f"rank {env.rank} has been in step 7, {phase}, for 0.")
+    assert re.fullmatch(rf"rank {env.rank} has been in step 7, {phase}, for \d+\.\d s", first)
     assert stuck == "  stuck: rank 2 is not waiting for other ranks"
     assert "re_reported" in at
-    assert re.fullmatch(r"  step 7, forward, busy, for 0\.\d s: rank 2", busy)
-    assert re.fullmatch(r"  step 7, reduce, waits, for 0\.\d s: rank 0, 1, 3", waiting)
+    assert re.fullmatch(r"  step 7, forward, busy, for \d+\.\d s: rank 2", busy)
+    assert re.fullmatch(r"  step 7, reduce, waits, for \d+\.\d s: rank 0, 1, 3", waiting)
 
 
 def recovery_case_slowest_or_exited_rank_is_named(env):
@@ -36778,9 +36845,11 @@ def recovery_case_slowest_or_exited_rank_is_named(env):
         elif victim == 3:
             watch.close()
         ranks = range(4 if victim == 1 else 3)
-        done = lambda: (re_reported(env, reports, words, ranks), own.set(f"{words}{env.rank}", ""))
+        rest = env, watch, reports, words, ranks
+        done = lambda: (re_reported(*rest), own.set(f"{words}{env.rank}", ""))
+        re_meet(env, words)
         threading.Thread(target=done).start() if env.rank in ranks else None
-        env.store.wait([f"{words}{r}" for r in ranks], timedelta(seconds=20))
+        env.store.wait([f"{words}{r}" for r in ranks], timedelta(seconds=120))
         watch.close()
         assert len(reports) == (env.rank in ranks)
         for text in reports:
@@ -36788,52 +36857,62 @@ def recovery_case_slowest_or_exited_rank_is_named(env):
 
 
 def recovery_case_busy_and_waiting_times(env):
-    """Rank 2 works for 60 ms a step where the others do for 10: it is the straggler."""
-    watch = WD.Watchdog(None, 0, 1, timeout=30.0, first_timeout=30.0, report=print, on_hang=int)
+    """Rank 2 works until the others have waited 20 times as long as worked: it is the
+    straggler."""
+    calls = dict(timeout=INF, first_timeout=INF, report=print, on_hang=int)
+    watch, own, rows = WD.Watchdog(None, 0, 1, **calls), [], [None] * 4
+    others = [0, 1, 3]
+
+    def waited():
+        wait_until(lambda: watch._sums[True] > 0.4 + 20 * watch._sums[False], 60)
+        own.append(watch.wait_times())
+        (env.folder / f"waited.{env.rank}").touch()
+
     dist.barrier()
     watch.wait_times()
-    start = time.perf_counter()
-    for _ in range(8):
-        time.sleep(0.06 if env.rank == 2 else 0.01)
-        dist.all_reduce(torch.ones(1))
-    (waiting, busy), passed = watch.wait_times(), time.perf_counter() - start
-    rows = [None] * 4
-    dist.all_gather_object(rows, (waiting, busy))
+    if env.rank == 2:
+        wait_until(lambda: all((env.folder / f"waited.{r}").exists() for r in others), 60)
+        own.append(watch.wait_times())
+    else:
+        threading.Thread(target=waited).start()
+    dist.all_reduce(torch.ones(1))
     watch.close()
-    assert abs(waiting + busy - passed) < 0.05
-    assert waiting < 0.4 * passed if env.rank == 2 else waiting > 0.5 * passed
+    dist.all_gather_object(rows, own[0])
+    assert all((waits < busy) == (r == 2) for r, (waits, busy) in enumerate(rows)), rows
     text = WD.stragglers(rows)
     assert "time): rank 2 (" in text and text.count("rank") == 1
 
 
 def recovery_case_suspended_rank_is_named(env):
-    """SIGSTOP of rank 1, then of rank 0, the store's host; the stopped one may report anything."""
+    """SIGSTOP of rank 1, then of rank 0, the store's host."""
     pids = [None] * 4
     dist.all_gather_object(pids, os.getpid())
     for victim, words in ((1, "rank 1 has no heartbeat: dead"), (0, "the store does not answer")):
-        watch, reports = re_watchdog(env, f"stop {victim}", first_timeout=30.0)
-        watch.beat(0, "forward")
-        dist.barrier()
+        name, others = f"stop {victim}", {0, 1, 2, 3} - {victim}
+        watch, reports = re_watchdog(env, name)
         watch.beat(1, "forward")
+        re_meet(env, name)
         if env.rank == 3:
-            time.sleep(0.1)
             os.kill(pids[victim], signal.SIGSTOP)
-        if env.rank != victim:
-            re_reported(env, reports, f"stop {victim}", {0, 1, 2, 3} - {victim})
+        try:
+            if env.rank != victim:
+                re_reported(env, watch, reports, name, others)
+        finally:
             if env.rank == 3:
                 os.kill(pids[victim], signal.SIGCONT)
         dist.barrier()
         watch.close()
-        if env.rank != victim:
-            assert f"stuck: {words}" in reports[0] and reports[0].count("stuck") == 1
+        assert len(reports) == (env.rank != victim)
+        for text in reports:
+            assert f"stuck: {words}" in text and text.count("stuck") == 1
 
 
 def re_setup(env):
-    WD.STORE_TIMEOUT = 2.0  # a loaded machine answers later than an idle one
+    WD.STORE_TIMEOUT = 3.0  # as long is a dead rank or store waited for
 
 
 RECOVERY = cases_named("recovery_case_")
-re_ranks = on_ranks("re_ranks", RECOVERY, setup=re_setup)
+re_ranks = on_ranks("re_ranks", RECOVERY, limit=900, hang=200, setup=re_setup)
 
 
 @pytest.mark.parametrize("name", RECOVERY)
@@ -36903,7 +36982,7 @@ def test_recovery_replica_placement():
 
 def re_stop(folder, turn):
     (folder / f"stopped{turn}").touch()
-    time.sleep(60)
+    time.sleep(600)
 
 
 def re_killed(rank, folder, turn):
@@ -36965,6 +37044,37 @@ def test_recovery_killed_at_any_moment(tmp_path):
 
 
 # ---- Watchdog in one process ----
+
+
+class WatchdogClock:
+    """watchdog.py's `time`: perf_counter() stands still except for advance()."""
+
+    def __init__(self):
+        self.now, self.samples = 0.0, 0
+
+    def perf_counter(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.samples += 1
+        time.sleep(0.001)
+
+    def sampled(self):
+        """Returns when a sample that begins now has ended."""
+        end = self.samples + 2
+        wait_until(lambda: self.samples >= end, 60)
+
+    def advance(self, seconds):
+        """All in one sample."""
+        self.sampled()
+        self.now += seconds
+        self.sampled()
+
+
+@pytest.fixture
+def watchdog_clock(monkeypatch) -> WatchdogClock:
+    monkeypatch.setattr(WD, "time", clock := WatchdogClock())
+    return clock
 
 
 A_FILE, COLLECTIVES = "a.py", "torch/_functional_collectives.py"
@@ -37059,26 +37169,30 @@ def test_recovery_reports_of_many_ranks_are_short():
     assert "waits, for 1.0 s: rank 0, 1, 2," in text and text.endswith("15, ...")
 
 
-def test_recovery_watchdog_of_one_process():
+def test_recovery_watchdog_of_one_process(watchdog_clock):
     """A phase, not a step, has the limit; none before the first step, another one in it."""
-    reports, hung = [], threading.Event()
+    reports, hung, clock = [], threading.Event(), watchdog_clock
     calls = dict(report=reports.append, on_hang=hung.set)
     watch = WD.Watchdog(None, 0, 1, timeout=0.1, first_timeout=60, **calls)
-    time.sleep(0.25)  # before the first step
-    for step in (5, 6):
-        for phase in "ab":  # 0.1 s a step, but none in one phase
+    clock.advance(0.9)  # before the first step
+    for step, seconds in ((5, 0.9), (6, 0.06)):
+        for phase in "ab":  # step 6: more than 0.1 s, but not in one phase
             watch.beat(step, phase)
-            time.sleep(0.05)
+            clock.advance(seconds)
     assert not reports
     watch.beat(7, "c")
-    assert hung.wait(5)
+    clock.sampled()
+    clock.now += 0.2
+    assert hung.wait(60)
     assert "step 7, c" in reports[0] and "stuck: rank 0 is not waiting" in reports[0]
     watch.close()
     assert not any(thread.is_alive() for thread in watch.threads)
     first = WD.Watchdog(None, 0, 1, timeout=60, first_timeout=0.1, **calls)
     hung.clear()
     first.beat(0, "compile")
-    assert hung.wait(5) and "step 0, compile" in reports[1]
+    clock.sampled()
+    clock.now += 0.2
+    assert hung.wait(60) and "step 0, compile" in reports[1]
     first.close()
 
 
@@ -37090,28 +37204,54 @@ def test_recovery_a_wait_that_an_exception_ends_is_not_a_hang(monkeypatch):
     diagnosed = threading.Event()
     monkeypatch.setattr(watch, "_diagnose", lambda: (watch._over.set(), diagnosed.set()))
     watch.beat(1, "a")
-    assert diagnosed.wait(5)
+    assert diagnosed.wait(60)
     watch.close()
     assert not reports
 
 
-def test_recovery_a_suspended_process_is_not_a_hang(monkeypatch):
+def test_recovery_a_suspended_process_is_not_a_hang(watchdog_clock):
     """A clock that jumps by 1000 s counts as one second."""
-    reports, jump, real = [], [0.0], time.perf_counter
-    monkeypatch.setattr(WD.time, "perf_counter", lambda: real() + jump[0])
+    reports = []
     calls = dict(report=reports.append, on_hang=int)
     watch = WD.Watchdog(None, 0, 1, timeout=5.0, first_timeout=5.0, **calls)
     watch.beat(1, "a")
-    time.sleep(0.05)
-    jump[0] = 1000.0
-    time.sleep(0.1)
+    watchdog_clock.advance(1000.0)
+    watchdog_clock.advance(0.5)
     watch.close()
-    assert not reports and 1.0 <= watch._seconds < 1.5
+    assert not reports and watch._seconds == 1.5
+
+
+def test_recovery_wait_times_are_those_of_the_samples(watchdog_clock, monkeypatch):
+    """Of each sample, the time since the one before; from the last call on."""
+    monkeypatch.setattr(WD, "_is_waiting", lambda frame: waits)
+    waits, calls = False, dict(timeout=9.0, first_timeout=9.0, report=print, on_hang=int)
+    watch = WD.Watchdog(None, 0, 1, **calls)
+    for waits, seconds in ((False, 1.0), (True, 4.0), (False, 0.5)):
+        watchdog_clock.advance(seconds)
+    assert watch.wait_times() == (4.0, 1.5) and watch.wait_times() == (0.0, 0.0)
+    watch.close()
+
+
+@pytest.mark.parametrize("beats, stuck", [([1, 1, 1, 1, 2], []), ([1] * 99, ["no heartbeat"])])
+def test_recovery_a_late_heartbeat_is_not_a_dead_rank(beats, stuck, monkeypatch):
+    """Rank 1 is looked at until it beats, for STORE_TIMEOUT at most; rank 2, which has left, is
+    not waited for."""
+    looks = iter(beats)
+    rows = lambda: {0: re_row(beat=next(own)), 1: re_row(beat=next(looks)), 2: re_row(left=True)}
+    own, slept, watch = itertools.count(), [], WD.Watchdog(None, 0, 1, timeout=3.0, first_timeout=1,
+                                                           report=print, on_hang=int)  # fmt: skip
+    watch.close()
+    clock = SimpleNamespace(sleep=slept.append, monotonic=lambda: sum(slept))
+    monkeypatch.setattr(WD, "time", clock)
+    watch.store, watch.world, watch._answers = True, 3, SimpleNamespace(get=lambda timeout: rows())
+    text = watch._diagnose()
+    assert re.findall("rank 1 has (no heartbeat)", text) == stuck and "rank 2 has left" in text
+    assert len(slept) == (4 if not stuck else math.ceil(WD.STORE_TIMEOUT / 0.9))
 
 
 def test_recovery_a_restart_ignores_the_store_of_the_previous_one():
     """One store for three starts, as torchrun's is; in any order, and one more asks and dies."""
-    wait = timedelta(seconds=20)
+    wait = timedelta(seconds=120)
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait, wait_for_workers=False)
     for order in ([2, 1, 0], [0, 1, 2], [1, 0, 2]):
         got = {}
@@ -37121,7 +37261,7 @@ def test_recovery_a_restart_ignores_the_store_of_the_previous_one():
             thread.start()
             time.sleep(0.02)
         for thread in threads:
-            thread.join(20)
+            thread.join(120)
         assert not got[0].check(["address"]) and not got[2].check(["address"])
         got[0].set("address", str(order))
         assert got[1].get("address") == got[2].get("address") == str(order).encode()

@@ -228,20 +228,27 @@ class Watchdog:
             except RuntimeError:  # the store is gone; _diagnose reports that
                 return
 
+    def _snapshot(self) -> dict[int, dict]:
+        """The rows of all ranks that have one."""
+        self._asked.set()
+        return self._answers.get(timeout=STORE_TIMEOUT + 2 * self.interval)
+
     def _diagnose(self) -> str:
         if self.store is None:
             return _hang_report(0, {0: self._row(1)}, {0: self._row(2)}, 1)
-        snapshots = []
+        end, late = time.monotonic() + STORE_TIMEOUT, True
         try:
-            for pause in (3 * self.interval, 0):  # a live rank beats within this time
-                self._asked.set()
-                snapshots.append(self._answers.get(timeout=STORE_TIMEOUT + 2 * self.interval))
-                time.sleep(pause)
+            before = self._snapshot()
+            while late and time.monotonic() < end:
+                time.sleep(3 * self.interval)  # a live rank beats within this time, if not loaded
+                after = self._snapshot()
+                common = [(before[r], row) for r, row in after.items() if r in before]
+                late = any(a["beat"] == b["beat"] and not b["left"] for a, b in common)
         except queue.Empty:
             row, dead = self._row(0), "its host (rank 0, or torchrun's agent) is dead or stopped"
             at = f"\n  stuck: the store does not answer: {dead}\n    this rank is at {row['stack']}"
             return _status_line(self.rank, row) + at
-        return _hang_report(self.rank, *snapshots, self.world)
+        return _hang_report(self.rank, before, after, self.world)
 
 
 def stragglers(rows: Iterable[Sequence[float]], slack: float = 0.1) -> str | None:
