@@ -144,7 +144,7 @@ from generation import decoder_parts as PARTS, draft_length as DK, drafting as D
 from generation import energy as ENERGY, evaluate as EVAL, gpu_report as REPORT, json_schema as JS
 from generation import kv_history as KVH, kv_select as KS, load as LOAD, perplexity as PPL
 from generation import plot_decode as PLOT, program_examples as EXAMPLES, programs as PR
-from generation import prompt as PROMPT, ranks as RANKS, ratings as RATE, sampling as S
+from generation import ranks as RANKS, ratings as RATE, sampling as S
 from generation import stream as STREAM, structured as GR, values as VALUES
 from huggingface import convert as CONVERT, gguf_tokenizer as GT, tokenizer as K, weights as HF
 from huggingface.chat_template import ChatTemplate, load_chat_template
