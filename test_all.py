@@ -16115,7 +16115,8 @@ def test_cluster_forgets_the_calls_that_clients_left():
             engine.close_stream(stream)
 
     def step_once_it_may(service: DR.KVService, step: Callable) -> list[P.Output]:
-        assert service not in stopped or left.wait(120)
+        is_idle = not service.engine.outputs  # it would keep requests from being added
+        assert is_idle or service not in stopped or left.wait(120)
         return step()
 
     async def run() -> None:
