@@ -33360,6 +33360,7 @@ class LayoutCase:
     ranks: int = 4
     dtype: str = "fp64"
     steps: int = 2
+    windows: int = 5  # of validation, in batches of two
     tolerance: float | None = None
 
     @property
@@ -33398,7 +33399,7 @@ class LayoutCase:
         return batch[list(layout.samples(self.batch))]
 
     def validate(self, model, env, attend, layout) -> float:
-        shape = (5 * self.seq + 2,)
+        shape = (self.windows * self.seq + 2,)
         tokens = torch.randint(0, self.config.vocab_size, shape, generator=seeded(99)).int()
         return STEP.validate(model, tokens, self.seq, 2, env, attend, layout)
 
@@ -33463,9 +33464,8 @@ def layout_rank(case: LayoutCase, rank: int):
 def layout_steps(case, args, layout, model):
     """The body of train.run_steps; yields before and after each optimizer step."""
     optimizer = BUILD.build_optimizer(model, layout)
-    if case.dtype != "fp64":  # with eps 1e-8 Adam makes a whole step of a rounding error
-        for group in optimizer.param_groups:
-            group["eps"] = 1e-4
+    for group in optimizer.param_groups:  # with 1e-8 Adam makes a whole step of a rounding error
+        group["eps"] = 1e-4
     attend = layout.attend(STEP.make_attend(args.attention))
     losses = dict(aux=args.aux_loss, seq=args.seq_aux_loss, z=args.router_z_loss)
     balance = STEP.LoadBalancer(model, **losses, layout=layout)
@@ -33845,6 +33845,7 @@ def layout_case(features: frozenset, turns: Counter) -> LayoutCase:
         ranks=sizes["ranks"],
         dtype="fp32" if fp8 or compiled else "fp64",
         steps=1,  # and a validation with the new weights; LAYOUT_CORNERS have two or more
+        windows=4 if compiled else 5,  # a batch of one would be compiled again
         tolerance=None if is_exact(features) else 0.25,
     )
 
@@ -34386,6 +34387,8 @@ def layouts(tmp_path_factory):
             for dtype in {task.dtype, "fp64"} if work is train_case else ():
                 layout_reference(replace(task.reference(), dtype=dtype))
             works[name] = lambda env, task=LAYOUT_TASKS[name]: run_task(env, *task)
+        linear = torch.compile(nn.Linear(1, 1), backend="aot_eager")
+        linear(torch.ones(1, 1)).sum().backward()  # what torch imports then, once for all ranks
         folder, (slow, world) = tmp_path_factory.mktemp("layouts"), group
         return run_on_ranks(folder, works, world, 3600 if slow else 1200, 300, layout_setup)
 
