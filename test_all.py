@@ -35363,7 +35363,8 @@ def test_diloco_workers_of_different_rank_counts_exchange(dl_argv, tmp_path, inn
         flags += "--diloco-workers 2 --set diloco_timeout=300 --diloco-worker "
         started, log = [], tmp_path / "log"
         for worker, more, n in ((0, "", 1), (1, f" {layout}", ranks)):
-            argv, port = dl_argv(tmp_path / f"{ranks}{worker}", f"{flags}{worker}{more}"), free_port()
+            port = free_port()
+            argv = dl_argv(tmp_path / f"{ranks}{worker}", f"{flags}{worker}{more}")
             started += [fork_train(argv, rank, n, port, log) for rank in range(n)]
         assert dl_codes(started, 600) == [0] * len(started), log.read_text()[-3000:]
         losses.append(metrics(tmp_path / f"{ranks}0"))
