@@ -14,7 +14,7 @@
     python generate.py --cascade FILE.json                   a small model answers first
     python generate.py --json-schema FILE                    JSON that is valid under the schema
     python generate.py --batch requests.jsonl                many requests, continuous batching
-    python generate.py --bench-serving 200 --request-rate 10 throughput and latency under load
+    python generate.py --bench-serving 200 --request-rate 10  throughput and latency under load
     python generate.py --program FILE.py                     calls whose outputs fill other prompts
     python generate.py --offload cpu ...                     layers in host memory, or in files
     python generate.py --kv-store FOLDER --interactive       KV of earlier runs; the chat goes on

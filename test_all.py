@@ -28,6 +28,7 @@ their own. All models are tiny random ones or the shipped checkpoints.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import asyncio
 import base64
@@ -95,6 +96,7 @@ import openai
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.run
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from hypothesis import given, strategies
@@ -8216,9 +8218,7 @@ MOE_ALL = [
 
 @pytest.mark.slow
 @pytest.mark.skipif(not O.INTERPRET, reason="needs Triton and no GPU")
-@pytest.mark.parametrize(
-    "arch, cases", [(80, MOE_COMPILED), (90, MOE_ALL), (100, MOE_COMPILED)]
-)
+@pytest.mark.parametrize("arch, cases", [(80, MOE_COMPILED), (90, MOE_ALL), (100, MOE_COMPILED)])
 def test_moe_kernels_compile_for_gpus(arch, cases, tmp_path):
     """Kernels compile to machine code for Ampere, Hopper and Blackwell within their shared memory;
     another load, or more tokens of the same kind, do not recompile."""
@@ -8829,6 +8829,100 @@ def test_files_name_bad_arguments(command, words):
     done = run(*command.split())
     assert done.returncode != 0 and "Traceback" not in done.stderr
     assert all(word in done.stderr.splitlines()[-1] for word in words.split()), done.stderr
+
+
+def quoted_commands() -> list[tuple[str, str]]:
+    """(file, command) for every command that begins with python or torchrun in the docstrings and
+    Markdown files: an indented line, perhaps behind a pipe, or a piece of code in backquotes."""
+    found = []
+    for path in sorted([*FILES.values(), *REPO.glob("*.md"), *REPO.glob("[a-z]*/*.md")]):
+        texts = [path.read_text(encoding="utf-8")]
+        if path.suffix == ".py":
+            kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+            nodes = [n for n in ast.walk(ast.parse(texts[0])) if isinstance(n, kinds)]
+            texts = [ast.get_docstring(node) or "" for node in nodes]
+        for text in texts:
+            text = re.sub(r"\\\n\s*", "", text).replace("```", "")
+            command = r"""((?:python|torchrun)(?:'[^']*'|"[^"]*"|[^\s'"]| (?! |# ))+)"""
+            lines = re.findall(rf"^(?: {{4,}}|\$ )(?:[^`\n]*\| |\w+=\S+ )?{command}", text, re.M)
+            lines += re.findall(r"`((?:python|torchrun)\s[^`]+)`", text)
+            variables = dict(re.findall(r'^ {4}(\w+)="(.*)"$', text, re.M))
+            for line in lines:
+                line = re.sub(r"\$(\w+)", lambda name: variables[name[1]], line)
+                found += [(path.name, command) for command in line.split("; ")]
+    return found
+
+
+class CommandParsed(Exception):
+    """Raised in place of what a program does after it has parsed its arguments."""
+
+
+def parse_command(command: str, monkeypatch: Any) -> None:
+    """Parse a quoted command as its program does. Brackets mark what may be left out, dots what is
+    left to the reader, capitals what is to be filled in."""
+    optional = r"(?<=\s)\[(?=--|[A-Z])|(?<=\w)\](?=\s|$)"
+    words = shlex.split(re.sub(optional + r"|(?<=\s)\.\.\.|< \S+", "", command))
+    words = [{"N": "1", "MS": "1", "HOST:PORT": "127.0.0.1:9"}.get(word, word) for word in words]
+    if words[0] == "torchrun":
+        launcher = torch.distributed.run.parse_args(words[1:])
+        module, argv = launcher.training_script, launcher.training_script_args
+    else:
+        module, argv = words[1 + (words[1] == "-m")], words[2 + (words[1] == "-m") :]
+    path = REPO / (module if module.endswith(".py") else module.replace(".", "/") + ".py")
+    module = module_name(path)
+    assert path.is_file() and "__main__" in path.read_text()
+    if module == "generate":
+        GCONF.parse_args(argv)
+    elif module == "train" and argv != ["--help"]:
+        TCONF.parse_args(argv)
+    elif module == "parallelism.planner":
+        planner.parse_args(argv)
+    elif module == "serving.simulate":
+        GCONF.parse_args(["--bench-serving", *SIM.parse_args(argv)[1]])
+    elif any(word.startswith("--") for word in argv) and module not in OWN_PARSERS:
+        main = importlib.import_module(module).main
+        with monkeypatch.context() as patch, pytest.raises(CommandParsed):
+            parse = argparse.ArgumentParser.parse_args
+
+            def parse_only(*args, **kwargs):
+                raise CommandParsed(parse(*args, **kwargs))
+
+            patch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
+            patch.setattr(sys, "argv", [str(path), *argv])
+            main(*[argv][: len(inspect.signature(main).parameters)])
+
+
+# They compare sys.argv with a word or two, or hand it to a library's own program.
+NOT_COMMANDS = "python FILE.py", "torchrun --max-restarts", "python train.py --task smooth"
+OWN_PARSERS = ("parallelism.diloco", "generation.bench", "generation.lm_eval_model", "train")
+
+
+def test_files_quote_commands_that_work(tmp_path, monkeypatch, capsys):
+    """Every command in a docstring or a Markdown file names a program that exists and arguments
+    that it takes."""
+    commands, failed = quoted_commands(), []
+    assert len(commands) > 240
+    monkeypatch.chdir(tmp_path)
+    for name in ("schema.json", "FILE"):  # --json-schema reads it at once
+        Path(name).write_text('{"type": "integer"}')
+    for file, command in commands:
+        if command in NOT_COMMANDS:
+            continue
+        try:
+            parse_command(command, monkeypatch)
+        except (Exception, SystemExit, pytest.fail.Exception) as e:
+            failed.append(f"{file}: {command}\n    {e!r} {capsys.readouterr().err[-300:]}")
+    assert not failed, "\n".join(failed)
+
+
+@pytest.mark.slow
+def test_files_quote_plans_that_are_printed(capsys):
+    """Every quoted command of the planner prints its report."""
+    plans = {c for _, c in quoted_commands() if c.startswith("python -m parallelism.planner")}
+    assert len(plans) > 15
+    for command in sorted(plans):
+        planner.main(shlex.split(command)[3:])
+        assert len(capsys.readouterr().out.splitlines()) > 2, command
 
 
 @pytest.mark.parametrize("program, drawer", [("generate", "serving"), ("train", "training")])
@@ -9500,8 +9594,7 @@ def batch_of_prompts(form: str, n: int) -> tuple[list, list, list]:
 @pytest.mark.parametrize(
     "kind, form, n",
     spec_forms(
-        ("ngram", "draft", "exit", "mtp", "head"),
-        [("mtp", "moe", 7), ("ngram", "window", 7)],
+        ("ngram", "draft", "exit", "mtp", "head"), [("mtp", "moe", 7), ("ngram", "window", 7)]
     ),
 )
 def test_drafting_in_batches_equals_plain_decoding(kind, form, n, tmp_path):
@@ -9843,9 +9936,12 @@ def test_drafting_only_of_rows_that_were_observed():
         E.MTPDrafter(runner, lambda h: h),
         E.HeadDrafter(lambda h, e: h + e, embed, lambda h: h),
     ):
-        context, lengths = [1, 2, 3, 0, 2], lambda rows, ks: [
-            len(t) for t, _ in drafter.propose_batch(rows, [context] * len(rows), ks)
-        ]
+        context, lengths = (
+            [1, 2, 3, 0, 2],
+            lambda rows, ks: [
+                len(t) for t, _ in drafter.propose_batch(rows, [context] * len(rows), ks)
+            ],
+        )
         drafter.observe(0, 0, hidden)
         drafter.observe(1, 0, hidden[:2])
         assert lengths([1, 0, 2], [2, 0, 2]) == [0, 0, 0]
@@ -11590,8 +11686,7 @@ def structured_texts() -> tuple[list, list, list]:
 
 
 @pytest.mark.parametrize(
-    "kind",
-    one_in(7, [None, "draft", "tree", "ngram", "staged", "exit", "head"]),
+    "kind", one_in(7, [None, "draft", "tree", "ngram", "staged", "exit", "head"])
 )
 def test_structured_decoding_equals_the_definition(kind):
     """Greedy, sampled, and warped, with each drafter, beside unconstrained rows, with n samples and
@@ -14503,8 +14598,10 @@ def test_server_refuses_what_it_does_not_have():
     """Status, message and field of the API's error object, without a path of this machine. Of two
     prompts, one of which is not valid, neither runs."""
     template = "{{ ''.__class__ if messages[0].content == 'unsafe' else 'x' }}"
-    tables = {"/v1/completions": (HTTP_REFUSED, dict(prompt="x")),
-              "/v1/chat/completions": (HTTP_REFUSED_CHATS, dict(messages=[message("user", "x")]))}
+    tables = {
+        "/v1/completions": (HTTP_REFUSED, dict(prompt="x")),
+        "/v1/chat/completions": (HTTP_REFUSED_CHATS, dict(messages=[message("user", "x")])),
+    }
     with http_server() as (server, url):
         unsafe = ChatTemplate(REPO / "x.jinja", {"default": template}, {})
         server.model = replace(server.model, template=unsafe)
@@ -15007,6 +15104,7 @@ def test_cascade_server_continues_a_stream_by_the_model_that_wrote_it(threshold)
 def test_cascade_server_of_another_tokenizer_shares_text_only():
     """A small model with a vocabulary of its own: its prompt is the text encoded anew, its answer
     is kept whole; a chat goes to the large model, and a prompt that its context does not hold."""
+
     class Bytes(K.DummyTokenizer):
         def encode(self, text, bos=True):
             return [*text.encode()]
@@ -15813,10 +15911,7 @@ def kv_moved(name, kv_dtype, env) -> tuple:
 
 
 kv_ranks = on_ranks(
-    "kv_ranks",
-    {case: partial(kv_moved, *case) for case in KV_MOVED},
-    world=2,
-    setup=count_objects,
+    "kv_ranks", {case: partial(kv_moved, *case) for case in KV_MOVED}, world=2, setup=count_objects
 )
 
 
@@ -27817,8 +27912,8 @@ def search_stage_seconds(shape, device, seq, b, micros, d, n, first, last, store
     def of_op(v, x):
         work = A_.operator_seconds(operators[v], device, tokens / (d if x != "r" else 1))
         launches = 3 * cost_model.KERNEL_OVERHEAD * (operators[v].flops > 0)
-        return work + launches + seconds(
-            A_.op_transfers(operators[v], x + "r", axes, tokens, micros)
+        return (
+            work + launches + seconds(A_.op_transfers(operators[v], x + "r", axes, tokens, micros))
         )
 
     @functools.cache
@@ -28367,6 +28462,7 @@ def test_planner_needs_the_standard_library_alone():
 
 
 # ---- the site: published numbers ----
+
 
 def site_predictions():
     """(what, predicted, published, the bounds of their ratio): misses have bounds away from 1."""
@@ -29211,7 +29307,7 @@ def test_planner_serving_equals_how_to_scale_your_model():
 
 
 def test_planner_serving_rules_of_thumb():
-    """"Numbers every LLM Developer should know" (ray-project/llm-numbers): 14 GB for 7B, 1 MB per
+    """ "Numbers every LLM Developer should know" (ray-project/llm-numbers): 14 GB for 7B, 1 MB per
     token at 13B, over 10x the throughput from a batch of 25. "AI and Memory Wall"
     (arXiv:2403.14123): per two years 3.0x FLOPs, 1.6x DRAM, 1.4x links; A100 (2020) to B200 (2024)
     has the same order, and decoding has a fraction of a prefill's intensity."""
@@ -30674,11 +30770,21 @@ def test_generate_attention_flag_selects_the_backend(monkeypatch):
     with as many slots as are used; sdpa never. --set fixed_max is decode_attention's argument."""
     limits, seen, as_attend, decode = [], [], A.as_attend, A.decode_attention
     monkeypatch.setattr(
-        A, "as_attend", lambda *args, limit, **kwargs: (
-            limits.append(limit), as_attend(*args, limit=limit, **kwargs))[1])
+        A,
+        "as_attend",
+        lambda *args, limit, **kwargs: (
+            limits.append(limit),
+            as_attend(*args, limit=limit, **kwargs),
+        )[1],
+    )
     monkeypatch.setattr(
-        A, "decode_attention", lambda *args, fixed_max, **kwargs: (
-            seen.append(fixed_max), decode(*args, fixed_max=fixed_max, **kwargs))[1])
+        A,
+        "decode_attention",
+        lambda *args, fixed_max, **kwargs: (
+            seen.append(fixed_max),
+            decode(*args, fixed_max=fixed_max, **kwargs),
+        )[1],
+    )
     for flags, n in (("x --max-new-tokens 3", 3), (f"--perplexity {REPO}/pytest.ini", 1)):
         generated(f"{flags} --ignore-eos" if n == 3 else flags)
         assert limits == []
@@ -30994,7 +31100,8 @@ def test_generate_predicts_only_what_bandwidth_bounds(flags, words):
     drafts = object() if args.speculate else None
     decoder = SimpleNamespace(speculator=drafts, token=token)
     line = lambda size, predict: G.summary_line(
-        G.summarize([G.RunTimings(5, 0.1, 0.4, 4, 4 * size)], 3, 1.0, 1e10, predict), "cpu")
+        G.summarize([G.RunTimings(5, 0.1, 0.4, 4, 4 * size)], 3, 1.0, 1e10, predict), "cpu"
+    )
     assert "10.0 tok/s" + words in line(500_000_000, G.predicts(args, decoder))
     assert "10.0 tok/s reading" in line(100_000_000, True)
     decoder.token = SimpleNamespace(is_cuda=True)
@@ -36957,6 +37064,7 @@ class HostCopies(OnGPU):
 def test_recovery_memory_checkpoint_on_a_gpu(tmp_path, fake_cuda):
     """put copies to memory that is pinned once, on a side stream, after the work queued before.
     dump, during which the GPU may hang, neither pins nor waits for that work."""
+
     def state(step):
         on_gpu = lambda x: x.clone().as_subclass(HostCopies) if type(x) is torch.Tensor else x
         return {name: on_gpu(x) for name, x in re_state(1, step).items()}

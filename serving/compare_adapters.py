@@ -1,7 +1,7 @@
 """A batch in which every request has one of several LoRA adapters, beside the same batch without
 adapters, and beside PEFT's mixed batch (`adapter_names` of generate): in one process, in turn.
 
-    python -m serving.compare_adapters [--checkpoint DIR | --dummy CONFIG] [--requests N]
+    python -m serving.compare_adapters [--checkpoint DIR] [--requests N]    or --dummy CONFIG
 
 Greedy decoding of random prompts of equal length (PEFT pads others), with random adapters of mixed
 ranks in all linear layers. Prints output tokens per second, medians over the rounds, the ratio to

@@ -1,8 +1,8 @@
 """Metrics of a training run: metrics.jsonl, plots, TensorBoard, the profiler, FLOPs and memory.
 
-    python train.py --out runs/mine --plot        plot metrics.png
-    python train.py ... --profile 10              Chrome trace and memory of the 10th step
-    python train.py ... --set tensorboard=true also log to TensorBoard
+    python train.py --out runs/mine --plot         plot metrics.png
+    python train.py ... --profile 10               Chrome trace and memory of the 10th step
+    python train.py ... --set tensorboard=true     also log to TensorBoard
 
 A row of metrics.jsonl is one step, over all ranks, the same under every parallelism: `loss` and
 `val_loss` in nats per target token (dpo: per pair; `loss` includes output_z_loss), `grad_norm` of

@@ -1,7 +1,8 @@
 """DPO and GRPO: training objectives from preference pairs and from rewarded rollouts.
 
-    python train.py --task dpo --data PAIRS.jsonl ...     direct preference optimization
-    python train.py --task grpo --data PROMPTS.jsonl ...  RL on completions sampled from the model
+    python train.py --init DIR --task dpo --data PAIRS.jsonl     direct preference optimization
+    python train.py --init DIR --task grpo --data PROMPTS.jsonl --reward prefix    RL on completions
+                                                                 sampled from the model
 
 Both are objectives of training/step.py; prompts and padding are not targets. `row` and `validate`
 are collective.
