@@ -54,6 +54,7 @@ import importlib.util
 import json
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -63,6 +64,8 @@ from pathlib import Path
 from typing import Any
 
 START = time.perf_counter()  # the imports below count as load time
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports: no traceback
 
 import torch
 import torch.distributed as dist
@@ -605,6 +608,7 @@ def run_cli(argv: list[str]) -> int:
     """Run; print errors as one line on stderr. Returns the exit code."""
     try:
         run(parse_args(argv))
+        sys.stdout.flush()
     except BrokenPipeError:  # stdout was closed, for example by `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as e:
@@ -621,4 +625,6 @@ def run_cli(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

@@ -191,7 +191,8 @@ class ModelConfig:
         name = "head_dim" if self.rotary_dim is None else "rotary_dim"
         name = "qk_rope_head_dim" if self.kv_lora_rank else name
         ok = D % 2 == 0 and 0 < D <= self.head_dim
-        wanted = f"even (RoPE rotates pairs) and from 2 to {self.head_dim}"
+        limit = "positive" if name == "head_dim" else f"from 2 to {self.head_dim}"
+        wanted = f"even (RoPE rotates pairs) and {limit}"
         _check(ok, f"{name} must be {wanted}, not {D}")
         if rope is None:
             return

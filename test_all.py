@@ -8287,12 +8287,21 @@ def test_cpu_linear_falls_back_to_torch(monkeypatch):
     "variable, value, words",
     [
         ("CC", "/no/such/compiler", "no C compiler '/no/such/compiler'"),
-        ("CC", "false", "returned non-zero exit status 1"),
+        ("CC", "false", "false failed: exit code 1"),
+        ("CC", "{tmp}/cc", "/cc failed: cpu.c:1: error: no such header"),
         ("XDG_CACHE_HOME", "/dev/null/cache", "/dev/null/cache"),
     ],
 )
 def test_cpu_kernels_that_cannot_be_compiled(variable, value, words, monkeypatch, caplog, tmp_path):
-    """No compiler, one that fails, a cache folder that cannot be written: one line says so."""
+    """No compiler, one that fails, with or without an error line, a cache folder that cannot be
+    written: one line says so."""
+    value = value.format(tmp=tmp_path)
+    if value == f"{tmp_path}/cc":
+        lines = "cpu.c: In function f:", "cpu.c:1: error: no such header", "1 error"
+        Path(value).write_text(
+            "\n".join(["#!/bin/sh", *(f"echo '{x}' >&2" for x in lines), "exit 4"])
+        )
+        Path(value).chmod(0o755)
     if variable != "CC" and not shutil.which(os.environ.get("CC", "cc")):
         pytest.skip("no C compiler works here")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -8300,6 +8309,24 @@ def test_cpu_kernels_that_cannot_be_compiled(variable, value, words, monkeypatch
     assert cpu.load_kernels.__wrapped__("x86-64") is None
     (line,) = caplog.messages
     assert words in line and "slower" in line and "\n" not in line
+
+
+def test_cpu_library_that_cannot_be_loaded_is_compiled_again(monkeypatch, tmp_path):
+    """A cached library without content, as a loss of power leaves it, is replaced."""
+    if not shutil.which(os.environ.get("CC", "cc")):
+        pytest.skip("no C compiler works here")
+    source = tmp_path / "cpu.c"
+    source.write_text("int answer(void) { return 42; }")
+    monkeypatch.setattr(cpu, "SOURCE", source)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    assert cpu.open_library(compiler, ["-fPIC"]).answer() == 42
+    (library,) = (tmp_path / "sheaf").iterdir()
+    damaged = tmp_path / "b" / "sheaf" / library.name  # another path: the first one is loaded
+    damaged.parent.mkdir(parents=True)
+    damaged.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "b"))
+    assert cpu.open_library(compiler, ["-fPIC"]).answer() == 42 and damaged.stat().st_size
 
 
 CPU_TARGETS = {"this CPU": "native", "AVX2": "haswell", "plain C": "x86-64"}
@@ -8895,6 +8922,34 @@ def parse_command(command: str, monkeypatch: Any) -> None:
 # They compare sys.argv with a word or two, or hand it to a library's own program.
 NOT_COMMANDS = "python FILE.py", "torchrun --max-restarts", "python train.py --task smooth"
 OWN_PARSERS = ("parallelism.diloco", "generation.bench", "generation.lm_eval_model", "train")
+
+
+@pytest.mark.parametrize("program", ["generate.py", "train.py"])
+def test_files_end_at_ctrl_c_while_they_import(program, tmp_path):
+    """Ctrl-C during the imports ends a program silently."""
+    (tmp_path / "torch.py").write_text(
+        "import time\nprint('importing', flush=True)\ntime.sleep(300)"
+    )
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    argv = [sys.executable, REPO / program]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen(argv, env=env, **pipes) as process:
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate() == ("", "") and process.returncode == -signal.SIGINT
+
+
+@pytest.mark.parametrize(
+    "command", ["train.py --dry-run 1 --model draft", "-m parallelism.planner --gpus 8"]
+)
+def test_files_end_silently_when_their_output_is_closed(command):
+    """Nobody reads what a program prints, as behind `head`: no error, no traceback."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    argv = [sys.executable, *command.split()]
+    done = subprocess.run(argv, cwd=REPO, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_files_quote_commands_that_work(tmp_path, monkeypatch, capsys):
@@ -10849,7 +10904,7 @@ BUDGET_REFUSED = {
     "qk_conv": (tiny(qk_conv=3, family="sheaf"), "h2o", 0.5, "h2o does not support qk_conv"),
     "infinigen with MLA": (latent(), "infinigen", 0.5, "infinigen does not support latent"),
     "all windows": (tiny(windows=(4, 5, 6), family="sheaf"), "h2o", 0.5, "windows bound .* remove"),
-    "few tokens": (tiny(), "streaming", 0.05, "--kv-budget 0.05 of 90 tokens is 4; give 8 or more"),
+    "few tokens": (tiny(), "streaming", 0.05, "--kv-budget 0.05 of 90 tokens is 4, fewer than"),
 }
 REFUSED |= {
     f"kv_select: {name}": (partial(lambda c, *a: budgeted(random_model(c), *a, 1, 90), *row), words)

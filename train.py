@@ -40,11 +40,16 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import math
+import os
 import shutil
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports: no traceback
 
 import torch
 import torch.distributed as dist
@@ -345,6 +350,9 @@ def main(argv: list[str] | None = None) -> int:
             print(dry_run(config, model_cfg))
         else:
             train(config)
+        sys.stdout.flush()
+    except BrokenPipeError:  # stdout was closed, for example by `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as e:
         print(f"train.py: error: {e}", file=sys.stderr)
         return 2
@@ -363,4 +371,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

@@ -69,7 +69,7 @@ def load_kernels(march: str = "native") -> ctypes.CDLL | None:
     try:
         if (compiler := shutil.which(name)) is None:
             raise FileNotFoundError(f"no C compiler {name!r} (install gcc, or set CC)")
-        lib = ctypes.CDLL(str(compile_kernels(compiler, flags)))
+        lib = open_library(compiler, flags)
         for name, pointers, sizes in (
             ("linear", 3, 1),
             ("decode", 6, 1),
@@ -89,9 +89,9 @@ def load_kernels(march: str = "native") -> ctypes.CDLL | None:
         return None
 
 
-def compile_kernels(compiler: str, flags: Sequence[str]) -> Path:
-    """The shared library of cpu.c in the user's cache folder, compiled unless it is there. OSError,
-    RuntimeError or SubprocessError if that fails."""
+def open_library(compiler: str, flags: Sequence[str]) -> ctypes.CDLL:
+    """The shared library of cpu.c in the user's cache folder, compiled if it is missing or cannot
+    be loaded. OSError, RuntimeError or SubprocessError if that fails."""
     cpuinfo = Path("/proc/cpuinfo")  # in the key: machines with different CPUs may share a folder
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     cpu_model = {x for x in lines if x.startswith(("model name", "flags", "Features"))}
@@ -99,15 +99,29 @@ def compile_kernels(compiler: str, flags: Sequence[str]) -> Path:
     key = " ".join([*sources, compiler, *flags, *sorted(cpu_model)]).encode()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sheaf"
     library = cache / f"cpu-{hashlib.sha256(key).hexdigest()[:16]}.so"
-    if not library.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        tmp = library.with_name(f"{library.stem}-{os.getpid()}.tmp")
-        obj = tmp.with_suffix(".o")
-        for command in ([*flags, "-c", SOURCE, "-o", obj], ["-shared", obj, "-o", tmp]):
-            subprocess.run([compiler, *command], check=True, capture_output=True, timeout=600)
-        os.replace(tmp, library)
-        obj.unlink()
-    return library
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError:  # missing, or damaged, as by a loss of power
+        compile_kernels(compiler, flags, library)
+    return ctypes.CDLL(str(library))
+
+
+def compile_kernels(compiler: str, flags: Sequence[str], library: Path) -> None:
+    """Compile cpu.c into `library`. OSError; RuntimeError with the compiler's first error line;
+    SubprocessError after 10 minutes."""
+    library.parent.mkdir(parents=True, exist_ok=True)
+    tmp = library.with_name(f"{library.stem}-{os.getpid()}.tmp")
+    obj = tmp.with_suffix(".o")
+    for command in ([*flags, "-c", SOURCE, "-o", obj], ["-shared", obj, "-o", tmp]):
+        done = subprocess.run([compiler, *command], capture_output=True, text=True, timeout=600)
+        if done.returncode:
+            lines = done.stderr.splitlines() or [f"exit code {done.returncode}"]
+            error = next((line for line in lines if "error" in line.lower()), lines[0])
+            raise RuntimeError(f"{compiler} failed: {error}")
+    with open(tmp, "rb+") as file:
+        os.fsync(file.fileno())
+    os.replace(tmp, library)
+    obj.unlink()
 
 
 def matrix(weight: Tensor, scales: Tensor | None = None, bias: Tensor | None = None) -> Matrix:

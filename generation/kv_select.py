@@ -437,7 +437,7 @@ def build_cache(
         return None
     if capacity < MIN_CAPACITY:
         asked = f"--kv-budget {budget:g} of {max_len} tokens is {capacity}"
-        raise ValueError(f"{asked}; give {MIN_CAPACITY} or more")
+        raise ValueError(f"{asked}, fewer than the {MIN_CAPACITY} that are needed; raise it")
     lacks = "alibi" if c.alibi else c.contiguous_only
     if policy == "infinigen" and c.kv_lora_rank:
         lacks = "latent attention, whose queries of a prompt and of a step differ in form"

@@ -104,7 +104,7 @@ def read_config(path: str | os.PathLike) -> ModelConfig:
             f"{path}: not valid JSON ({e}); it may be half-written, copy it again"
         ) from None
     if not isinstance(hf, dict):
-        raise ValueError(f"{path}: must hold one JSON object, not a {type(hf).__name__}")
+        raise ValueError(f"{path}: must hold one JSON object")
     try:
         return ModelConfig.from_hf(hf)
     except ValueError as e:
@@ -618,7 +618,8 @@ def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
             os.fsync(f.fileno())
         os.replace(tmp, path)
     except (OSError, SafetensorError) as e:  # a full disk can raise either
-        raise OSError(f"{path}: cannot be written ({e}); the previous file is unchanged") from None
+        kept = "; the previous file is unchanged" if path.exists() else ""
+        raise OSError(f"{path}: cannot be written ({e}){kept}") from None
     finally:
         tmp.unlink(missing_ok=True)
     if os.name == "posix":  # fsync the folder: the rename is durable

@@ -31,6 +31,7 @@ if __name__ == "__main__" and not __package__:
 
 import argparse
 import json
+import os
 import sys
 from dataclasses import asdict
 
@@ -164,7 +165,9 @@ def report(args: argparse.Namespace) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     try:
-        print(report(parse_args(argv)))
+        print(report(parse_args(argv)), flush=True)
+    except BrokenPipeError:  # stdout was closed, for example by `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except ValueError as e:
         sys.exit(f"planner.py: {e}")
 

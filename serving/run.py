@@ -278,7 +278,11 @@ def load_program(spec: str) -> Any:
         raise ValueError(f"--program {spec}: line {e.lineno}: {e.msg}") from None
     main = getattr(module, name or "main", None)
     if not asyncio.iscoroutinefunction(main):
-        raise ValueError(f"--program {spec}: it has no `async def {name or 'main'}(p, prompt)`")
+        functions = [n for n, f in vars(module).items() if asyncio.iscoroutinefunction(f)]
+        known = f"; name one of its own: FILE.py:{' or '.join(functions)}" if functions else ""
+        raise ValueError(
+            f"--program {spec}: it has no `async def {name or 'main'}(p, prompt)`{known}"
+        )
     return main
 
 
