@@ -30,8 +30,11 @@ a contiguous cache is as fast; with latent attention, which is absorbed here for
 tokens and so slower for long prompts; on a CPU, which gains nothing from static shapes.
 
 Hook: `PagedKVCache.attend` is the model's attend callable; the model does not change. The Engine
-calls model(tokens (1, N), positions (1, N), attend, return_hidden=True) and model.head, and reads
-model.config. Sampler, drafter, verifier and output callback are arguments. Equivalence
+calls model(tokens (1, N), positions (1, N), attend, return_hidden=True) and model.head. It reads
+vocab_size, eos_ids, n_layers, n_kv_heads, head_dim and kv_lora_rank of model.config, and `windows`
+if it is there; the cache reads index, scale, window, softcap, alibi_slopes, sinks, latent,
+latent_dim and expand of a layer's spec. Sampler, drafter, verifier and output callback are
+arguments. Equivalence
 (test_all.py): paged == contiguous, batched == alone, chunked == whole, prefix hit == miss,
 preempted == not preempted, forked == separate, speculative == plain decoding.
 Needs: torch, and triton for the kernel.

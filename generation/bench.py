@@ -201,8 +201,8 @@ def summary_line(s: dict[str, Any], device: str) -> str:
         while len(rates) > 1 and rates[-1] == 0 == rates[-2]:
             rates = rates[:-1]
         accepted = " ".join(f"{rate:.0%}" for rate in rates)
-        line += f"; {s['tokens_per_verification']:.2f} tokens per verification, "
-        line += f"drafts accepted {accepted}"
+        line += f"; {s['verifications']} verifications of drafts, "
+        line += f"{s['tokens_per_verification']:.2f} tokens each, drafts accepted {accepted}"
     elif "verifications" in s:
         line += "; no drafts"
     elif "layers_per_step" in s:
