@@ -2007,6 +2007,52 @@ def test_tokenizer_equals_transformers(text_folders, name):
         tokenizer.encode("a\udcff")
 
 
+@pytest.mark.parametrize("name", [*FOLDERS, *PIECE_FOLDERS])
+def test_tokenizer_offsets_equal_transformers(text_folders, name):
+    """The span of characters of each token is AutoTokenizer's, and the ids are encode's. Where
+    transformers trims the spaces of a token, or gives an inserted space the first character, the
+    text of the spans, one after the other, is the whole text."""
+    tokenizer = K.load_tokenizer(text_folders / name)
+    tables = text_folders / name.removesuffix("/pieces")
+    reference = transformers().AutoTokenizer.from_pretrained(tables)
+    for text in HOSTILE.values():
+        ids, spans = tokenizer.encode_with_offsets(text)
+        assert ids == tokenizer.encode(text, bos=False)
+        want = reference(text, add_special_tokens=False, return_offsets_mapping=True)
+        if spans != want.offset_mapping:
+            assert [text[a:b].strip() for a, b in want.offset_mapping[1:]] == [
+                text[a:b].strip() for a, b in spans[1:]
+            ]
+            assert "".join(text[a:b] for a, b in dict.fromkeys(spans)) == text
+    with pytest.raises(UnicodeEncodeError, match="surrogate"):
+        tokenizer.encode_with_offsets("a\udcff")
+
+
+@pytest.mark.parametrize("name", [*FOLDERS, *PIECE_FOLDERS])
+def test_tokenizer_bos_and_eos(text_folders, name):
+    """What is around a text is what encode adds."""
+    tokenizer = K.load_tokenizer(text_folders / name)
+    before, after = tokenizer.bos_and_eos()
+    for text in HOSTILE.values():
+        own = tokenizer.encode(text, bos=False)
+        assert tokenizer.encode(text) == [*before, *own, *after]
+
+
+def test_tokenizer_larger_than_its_model_is_refused(text_folders, tmp_path):
+    """By vocab_size of config.json, or of what the caller says it will be: of both kinds."""
+    for source, size in ((SMALL, 4096), (text_folders / "llama3", 905)):
+        folder = tmp_path / source.name
+        write_json(folder, config={"vocab_size": size - 1})
+        for file in source.glob("tokenizer*"):
+            shutil.copy(file, folder)
+        error = f"has {size} tokens, but vocab_size in config.json is"
+        with pytest.raises(ValueError, match=f"{folder}: .*{error} {size - 1};"):
+            K.load_tokenizer(folder)
+        with pytest.raises(ValueError, match=f"{error} 7;"):
+            K.load_tokenizer(folder, {"vocab_size": 7})
+        assert K.load_tokenizer(folder, {"vocab_size": size}).vocab_size == size
+
+
 def test_tokenizer_model_without_config_equals_sentencepiece(tmp_path):
     """BOS, if there is one, then sentencepiece's ids: the model's own rules apply, such as the
     space before the first word and the removal of extra spaces."""

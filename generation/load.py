@@ -112,13 +112,7 @@ def load(args: GenerateConfig, device: torch.device) -> tuple[Transformer, Token
     if args.adapter is not None:
         names = hf_modules(model)
         merge_(load_adapters_(model, args.adapter, lambda name: names.get(name, name)))
-    tokenizer, size = load_tokenizer(args.checkpoint), model.config.vocab_size
-    if tokenizer.vocab_size > size:
-        raise ValueError(
-            f"{args.checkpoint}: the tokenizer has {tokenizer.vocab_size} tokens, but vocab_size "
-            f"in config.json is {size}; they belong to different models"
-        )
-    return optimize_for_inference_(args, model, shards), tokenizer
+    return optimize_for_inference_(args, model, shards), load_tokenizer(args.checkpoint)
 
 
 def layer_stream(args: GenerateConfig, device: torch.device) -> LayerStream:

@@ -34,12 +34,14 @@ where it is used. `python huggingface/tokenizer.py` runs a check and times strea
 from __future__ import annotations
 
 import codecs
+import copy
 import json
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +54,8 @@ SPACE = "\u2581"  # sentencepiece's symbol for a space
 
 
 class Tokenizer:
-    """Tokenizer interface. Subclasses define vocab_size, encode, id_to_token and token_bytes."""
+    """Tokenizer interface. Subclasses define vocab_size, encode, id_to_token, token_bytes and, for
+    training on chats, encode_with_offsets."""
 
     vocab_size: int  # ids are 0 .. vocab_size - 1, including added tokens
 
@@ -60,6 +63,17 @@ class Tokenizer:
         """Text -> ids; special tokens in the text become their ids. bos=False adds no
         special tokens (BOS, EOS), for rendered chat templates, which contain them already."""
         raise NotImplementedError
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """encode(text, bos=False), and the span of characters (start, end) of each token. All bytes
+        of a character have its span; a token that the tokenizer inserts has an empty one."""
+        raise NotImplementedError
+
+    def bos_and_eos(self) -> tuple[list[int], list[int]]:
+        """The ids that encode adds before and after a text."""
+        own, whole = self.encode("a", bos=False), self.encode("a")
+        n = next(i for i in range(len(whole) + 1) if whole[i : i + len(own)] == own)
+        return whole[:n], whole[n + len(own) :]
 
     def id_to_token(self, id: int) -> str:
         """The token as written in the vocabulary; <id> if it is not there."""
@@ -284,11 +298,12 @@ def added_token(value: Any, where: str, special: bool = True) -> AddedToken:
 
 class TokenizerConfig:
     """tokenizer_config.json. Older ones without added_tokens_decoder are completed, as in
-    transformers, by special_tokens_map.json and added_tokens.json."""
+    transformers, by special_tokens_map.json and added_tokens.json. model: the content of
+    config.json, if the folder does not have it yet."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, model: Mapping[str, Any] | None = None):
         self.path = folder / "tokenizer_config.json"
-        self.model = read_json(folder / "config.json")
+        self.model = read_json(folder / "config.json") if model is None else model
         self.values = read_json(self.path)
         self.sources = dict.fromkeys(self.values, self.path)
         legacy = "added_tokens_decoder" not in self.values
@@ -461,27 +476,50 @@ class SentencePieceTokenizer(Tokenizer):
         return sides[0], sides[1]
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
-        text.encode()  # raises UnicodeEncodeError with the position of a lone surrogate
         ids: list[int] = []
-        end = 0
-        for match in self.pattern.finditer(text):
-            ids += self._encode_part(text[end : match.start()], end == 0)
-            ids.append(self.added_ids[match.lastindex - 1])
-            end = match.end()
-        ids += self._encode_part(text[end:], end == 0)
+        for start, end, added in self._split(text):
+            if added is None:
+                sp, part = self._prepare(text[start:end], start == 0)
+                ids += sp.encode(part)
+            else:
+                ids.append(added)
         return [*self.bos_ids, *ids, *self.eos_ids] if bos else ids
 
-    def _encode_part(self, text: str, at_start: bool) -> list[int]:
-        """Encode text between added tokens."""
-        if not text:
-            return []
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        ids: list[int] = []
+        spans: list[tuple[int, int]] = []
+        for start, end, added in self._split(text):
+            if added is None:
+                sp, part = self._prepare(text[start:end], start == 0)
+                first = end - len(part)  # before `start` if a space was put in front
+                ids += sp.encode(part)
+                spans += [(max(start, first + a), first + b) for a, b in _piece_spans(sp, part)]
+            else:
+                ids.append(added)
+                spans.append((start, end))
+        return ids, spans
+
+    def _split(self, text: str) -> Iterator[tuple[int, int, int | None]]:
+        """The parts of a text, as (start, end, id of the added token that it is, or None)."""
+        text.encode()  # raises UnicodeEncodeError with the position of a lone surrogate
+        end = 0
+        for match in self.pattern.finditer(text):
+            if end < match.start():
+                yield end, match.start(), None
+            yield *match.span(), self.added_ids[match.lastindex - 1]
+            end = match.end()
+        if end < len(text):
+            yield end, len(text), None
+
+    def _prepare(self, text: str, at_start: bool) -> tuple[Any, str]:
+        """The processor of text between added tokens, and its input."""
         if self.prefix_space is None:
             prefix = at_start or self.space_after_added
-            return (self.sp if prefix else self.sp_no_prefix).encode(text)
+            return (self.sp if prefix else self.sp_no_prefix), text
         prefix = self.prefix_space == "always" or (self.prefix_space == "first" and at_start)
         if prefix and not text.startswith((" ", SPACE)):
             text = " " + text
-        return self.sp_no_prefix.encode(text)
+        return self.sp_no_prefix, text
 
     def encode_continuation(self, text: str) -> list[int]:
         return self.sp_no_prefix.encode(text)
@@ -511,6 +549,17 @@ def _sentencepiece(model: bytes) -> Any:
     sp = sentencepiece.SentencePieceProcessor()
     sp.LoadFromSerializedProto(model)
     return sp
+
+
+def _piece_spans(sp: Any, text: str) -> Iterator[tuple[int, int]]:
+    """The span of characters of each piece of sp.encode(text)."""
+    normalized, origin = sp.normalize(text, with_offsets=True)
+    chars = [i for i, c in enumerate(normalized) for _ in c.encode()]  # of each byte
+    start = 0
+    for piece in sp.encode(text, out_type=str):
+        end = start + (1 if _parse_byte_token(piece) else len(piece.encode()))
+        yield origin[chars[start]], origin[chars[end - 1] + 1]
+        start = end
 
 
 def _pattern(token: AddedToken) -> str:
@@ -588,6 +637,18 @@ class JSONTokenizer(Tokenizer):
         text.encode()  # raises UnicodeEncodeError with the position of a lone surrogate
         return self.tk.encode(text, add_special_tokens=bos).ids
 
+    @cached_property
+    def _without_post_processor(self) -> Any:
+        """A copy without what adds BOS, and takes the spaces off the offsets of tokens."""
+        copied = copy.deepcopy(self.tk)
+        copied.post_processor = None
+        return copied
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        text.encode()  # as in encode
+        encoding = self._without_post_processor.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
     def _name(self, id: int) -> str | None:
         return self.tk.id_to_token(id) if 0 <= id < self.vocab_size else None
 
@@ -634,13 +695,25 @@ class DummyTokenizer(Tokenizer):
         return self.id_to_token(id).encode()
 
 
-def load_tokenizer(folder: str | os.PathLike) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder: tokenizer.json if it exists, else tokenizer.model."""
+def load_tokenizer(
+    folder: str | os.PathLike, config: Mapping[str, Any] | None = None
+) -> Tokenizer:  # fmt: skip
+    """The tokenizer of a Hugging Face folder: tokenizer.json if it exists, else tokenizer.model.
+
+    config: the content of config.json, if the folder does not have it yet. ValueError if the
+    tokenizer has more tokens than its vocab_size."""
     folder = Path(folder)
     kinds = {"tokenizer.json": JSONTokenizer, "tokenizer.model": SentencePieceTokenizer}
     for name, kind in kinds.items():
         if os.path.lexists(folder / name):
-            return kind(folder / name, TokenizerConfig(folder))
+            settings = TokenizerConfig(folder, config)
+            tokenizer, size = kind(folder / name, settings), settings.model.get("vocab_size")
+            if isinstance(size, int) and tokenizer.vocab_size > size:
+                raise ValueError(
+                    f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, but vocab_size in "
+                    f"config.json is {size}; use the model's own tokenizer, or resize its embedding"
+                )
+            return tokenizer
     raise ValueError(
         f"{folder}: holds neither {' nor '.join(kinds)}; copy one from the model's source"
     )
