@@ -30551,6 +30551,7 @@ x --speculate ngram --set forced_acceptance=0.5 | forced_acceptance requires --b
 x --checkpoint {SMALL}/config.json          | config.json its folder
 x --checkpoint Qwen/Qwen3-8B                | Qwen/Qwen3-8B download it
 --perplexity /nowhere                       | --perplexity /nowhere
+--bench-serving --kv-blocks 1000000000      | --kv-blocks 1000000000 GB
 --perplexity {SMALL}/model.safetensors      | --perplexity UTF-8
 --perplexity /dev/null                      | --perplexity too short
 --choices /dev/null/x                       | --choices /dev/null/x: give a JSONL file

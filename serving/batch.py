@@ -31,6 +31,7 @@ if __name__ == "__main__":
 import difflib
 import json
 import math
+import os
 import re
 import sys
 import time
@@ -68,18 +69,26 @@ CUDA_CACHE_SHARE = 0.8  # of the memory left free by the weights; the rest is fo
 
 
 def num_available_blocks(
-    model: nn.Module, block_size: int, max_num_seqs: int, kv_dtype: Any, extra_layers: float = 0.0
-) -> int:
+    model: nn.Module, block_size: int, max_num_seqs: int, kv_dtype: Any,
+    extra_layers: float = 0.0, num_blocks: int | None = None,
+) -> int:  # fmt: skip
     """KV blocks for max_num_seqs sequences of full context length, or as many as fit in memory: 80%
-    of free memory on CUDA, 1 GB elsewhere. extra_layers: layers of a drafter's cache, which uses
-    the same block tables."""
+    of free memory on CUDA, 1 GB elsewhere; or num_blocks, if the device can have them: ValueError
+    if not. extra_layers: layers of a drafter's cache, which uses the same block tables."""
     config, weight = model.config, model.embed.weight
     cache = PagedKVCache(config, 1, block_size, weight.dtype, weight.device, kv_dtype)
-    available = CPU_CACHE_BYTES
-    if weight.is_cuda:
-        available = int(CUDA_CACHE_SHARE * torch.cuda.mem_get_info(weight.device)[0])
-    wanted = max_num_seqs * math.ceil(config.context / block_size)
     bytes_per_block = cache.bytes_per_token * block_size * (1 + extra_layers / config.n_layers)
+    available, total = CPU_CACHE_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if weight.is_cuda:
+        free, total = torch.cuda.mem_get_info(weight.device)
+        available = int(CUDA_CACHE_SHARE * free)
+    if num_blocks is not None:
+        needed = num_blocks * bytes_per_block
+        if needed > total:
+            gb = f"{needed / 1e9:.1f} GB of KV cache, but {weight.device} has {total / 1e9:.1f} GB"
+            raise ValueError(f"--kv-blocks {num_blocks} needs {gb}")
+        return num_blocks
+    wanted = max_num_seqs * math.ceil(config.context / block_size)
     return max(1, min(wanted, int(available / bytes_per_block)))
 
 

@@ -75,7 +75,7 @@ def engine_options(args: GenerateConfig, model: Transformer) -> dict[str, Any]:
             raise ValueError("--compile requires the GPU kernels of --experts grouped; remove it")
     sizes = options["block_size"], args.max_num_seqs, args.kv_cache_dtype
     draft_layers = draft_cache_layers(args, model.config)
-    num_blocks = serving_batch.num_available_blocks(model, *sizes, draft_layers)
+    num_blocks = serving_batch.num_available_blocks(model, *sizes, draft_layers, args.kv_blocks)
     num_blocks = all_reduce_min(num_blocks)
     if args.mesh is not None or args.offload or args.models is not None:
         # collectives, streamed layers and modules per row are not captured in CUDA graphs
@@ -83,7 +83,7 @@ def engine_options(args: GenerateConfig, model: Transformer) -> dict[str, Any]:
         if args.compile:
             raise ValueError("--compile: the engine's steps are not compiled with --tp; remove it")
     options["kv_store"] = open_store(args, model)
-    return options | {"num_blocks": args.kv_blocks or num_blocks}
+    return options | {"num_blocks": num_blocks}
 
 
 def virtual_cache(args: GenerateConfig, model: Transformer) -> dict[str, Any]:
