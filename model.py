@@ -40,8 +40,9 @@ Hooks for the other files, all visible at the call site:
         replaces it to overlap the all-gather of the input with the matmuls.
     MoE.experts
         runs tokens through their experts; by default a plain loop.
-    MoE.observe
-        sees router logits and expert ids, for load balancing.
+    MoE.observe, is_padding
+        sees router logits and expert ids, for load balancing; ids of -1 of tokens that forward's
+        argument is_padding says are padding.
     MoE.local_expert_ids, Transformer.tp_shards
         the experts, and the shards of other tensors, that this process has under expert or tensor
         parallelism.
@@ -967,12 +968,13 @@ class MoE(nn.Module):
         self.observe: Observe | None = None  # called with logits (B, T, E) and ids (B, T, K)
         self.local_expert_ids: Sequence[int] | None = None  # ids of the stacked experts; None: all
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, is_padding: Tensor | None = None) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         logits = self.router_logits(flat)
         weights, ids = self.select_experts(logits)
         if self.observe is not None:
-            self.observe(*(t.view(*x.shape[:-1], -1) for t in (logits, ids)))
+            seen = ids if is_padding is None else ids.masked_fill(is_padding.reshape(-1, 1), -1)
+            self.observe(*(t.view(*x.shape[:-1], -1) for t in (logits, seen)))
         o = self.experts(flat, weights, ids, self.w_gate_up, self.w_down).view_as(x)
         return o if self.shared is None else o + self.shared(x)
 
@@ -1028,14 +1030,15 @@ class Block(nn.Module):
 
     def forward(
         self, x: Tensor, rope: Rope, positions: Tensor, attend: Attend,
-        source: SourceKV | None = None,
+        source: SourceKV | None = None, is_padding: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         x = x + self.attention(self.attention_norm(x), rope, positions, attend)
         if self.cross_attention is not None:
             _check(source is not None, "cross_attention_layers requires forward(..., source=...)")
             kv = source[self.cross_attention.spec.index]
             x = x + self.cross_attention(self.cross_attention_norm(x), kv, positions)
-        return x + self.mlp(self.mlp_norm(x))
+        routing = (is_padding,) if isinstance(self.mlp, MoE) else ()
+        return x + self.mlp(self.mlp_norm(x), *routing)
 
 
 class MTP(nn.Module):
@@ -1053,10 +1056,11 @@ class MTP(nn.Module):
         self.norm = RMSNorm(C, eps)
 
     def forward(
-        self, hidden: Tensor, embedded: Tensor, rope: Rope, positions: Tensor, attend: Attend
-    ) -> Tensor:
+        self, hidden: Tensor, embedded: Tensor, rope: Rope, positions: Tensor, attend: Attend,
+        is_padding: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         x = torch.cat((self.embed_norm(embedded), self.hidden_norm(hidden)), dim=-1)
-        return self.norm(self.block(self.proj(x), rope, positions, attend))
+        return self.norm(self.block(self.proj(x), rope, positions, attend, None, is_padding))
 
 
 class Transformer(nn.Module):
@@ -1112,17 +1116,19 @@ class Transformer(nn.Module):
     def forward(
         self, tokens: Tensor, positions: Tensor | None = None, attend: Attend = causal_attention,
         return_hidden: bool = False, source: SourceKV | None = None,
+        is_padding: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """tokens (B, T) -> logits (B, T, V), or the hidden states before the head (B, T, C).
 
         positions: (T,) or (B, T), default 0..T-1. If `embed` is None, tokens are hidden states
         (B, T, C) of the previous pipeline stage; if `head` is None, hidden states are returned.
-        source: source_kv(...), if the config has cross_attention_layers.
+        source: source_kv(...), if the config has cross_attention_layers. is_padding (B, T) bool:
+        tokens that MoE layers do not count.
         """
         x = tokens if self.embed is None else self.embed(tokens)
         positions = self._positions(tokens, positions, attend)
         rope = rope_cos_sin(self.config, positions)
-        more = () if source is None else (source,)
+        more = () if source is None and is_padding is None else (source, is_padding)
         for layer in self.layer_groups or self.layers:
             x = layer(x, rope, positions, attend, *more)
         if self.norm is not None:
@@ -1147,14 +1153,14 @@ class Transformer(nn.Module):
 
     def mtp_forward(
         self, hidden: Tensor, tokens: Tensor, positions: Tensor | None = None,
-        attend: Attend = causal_attention, depth: int = 0,
+        attend: Attend = causal_attention, depth: int = 0, is_padding: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Multi-token prediction: hidden (B, T, C), from forward(return_hidden=True) or the
         previous depth, and tokens (B, T), the inputs shifted left by depth + 1 -> hidden states
         (B, T, C) whose logits, self.head(...), predict the token after those."""
         positions = self._positions(tokens, positions, attend)
         rope = rope_cos_sin(self.config, positions)
-        return self.mtp[depth](hidden, self.embed(tokens), rope, positions, attend)
+        return self.mtp[depth](hidden, self.embed(tokens), rope, positions, attend, is_padding)
 
 
 # --------------------------------------------------------------------------------------------------

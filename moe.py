@@ -193,26 +193,36 @@ def _counts(ids: Tensor, n_experts: int) -> Tensor:
     return zeros.scatter_add_(-1, index, torch.ones_like(index))[..., :n_experts]
 
 
-def balance_loss(probs: Tensor, ids: Tensor, counts: Tensor | None = None) -> Tensor:
+def balance_loss(
+    probs: Tensor, ids: Tensor, counts: Tensor | None = None, *, reduction: str = "mean"
+) -> Tensor:
     """Load-balancing loss: sum_e f_e P_e, with f_e the slots of expert e over the mean and P_e its
     mean probability. 1 if balanced, at most E. f has no gradient; the gradient of P lowers the
     probability of overloaded experts.
 
-    probs (..., N, E), ids (..., N, K); leading dims are averaged over. (N, E) is the loss of GShard
-    and Switch (arXiv:2101.03961, eq. 4), (B, T, E) DeepSeek's sequence-wise one (arXiv:2412.19437,
+    probs (..., N, E), ids (..., N, K); leading dims are averaged over, or kept with reduction
+    "none". Tokens whose ids are all -1 are padding and do not count, as with the attention_mask of
+    transformers' load_balancing_loss_func (K times this). (N, E) is the loss of GShard and Switch (arXiv:2101.03961, eq. 4), (B, T, E) DeepSeek's sequence-wise one (arXiv:2412.19437,
     eq. 17). counts (..., E): slots to use for f, of all ranks or of the global batch, instead of
     those of `ids`: experts may then specialize within a micro-batch (arXiv:2501.11873).
     """
-    E = probs.shape[-1]
+    E, real = probs.shape[-1], (ids >= 0).any(-1)
     counts = _counts(ids.flatten(-2), E) if counts is None else counts
     f = counts.float() * E / counts.sum(-1, keepdim=True).clamp(min=1)
-    return (f * probs.float().mean(-2)).sum(-1).mean()
+    mean_probs = (probs.float() * real[..., None]).sum(-2) / real.sum(-1, keepdim=True).clamp(min=1)
+    losses = (f * mean_probs).sum(-1)
+    return losses if reduction == "none" else losses.mean()
 
 
-def z_loss(logits: Tensor) -> Tensor:
+def z_loss(logits: Tensor, ids: Tensor | None = None) -> Tensor:
     """Router z-loss: the mean of (log sum_e exp logits)^2, which keeps logits small and so their
-    rounding errors (ST-MoE, arXiv:2202.08906, eq. 5)."""
-    return logits.float().logsumexp(-1).square().mean()
+    rounding errors (ST-MoE, arXiv:2202.08906, eq. 5). ids: tokens whose ids are all -1 are padding
+    and do not count."""
+    squares = logits.float().logsumexp(-1).square()
+    if ids is None:
+        return squares.mean()
+    real = (ids >= 0).any(-1)
+    return (squares * real).sum() / real.sum().clamp(min=1)
 
 
 @torch.no_grad()

@@ -7730,6 +7730,9 @@ def test_moe_router_probs_and_z_loss():
         close(O.router_probs(logits), exact.softmax(-1), 1e-6)
         close(O.router_probs(logits, "sigmoid"), sigmoid / sigmoid.sum(-1, keepdim=True), 1e-6)
         close(O.z_loss(logits), exact.logsumexp(-1).square().mean(), 1e-5)
+        ids = torch.tensor([0, -1, 3, -1, -1]).expand(3, 5)[..., None]
+        close(O.z_loss(logits, ids), exact[:, ::2][:, :2].logsumexp(-1).square().mean(), 1e-5)
+        assert O.z_loss(logits, ids * 0 - 1) == 0
     for value, loss in ((-200.0, lambda x: O.router_probs(x, "sigmoid").sum()), (1e4, O.z_loss)):
         logits = torch.full((2, 4), value, requires_grad=True)
         loss(logits).backward()
@@ -7738,12 +7741,14 @@ def test_moe_router_probs_and_z_loss():
 
 
 def moe_plain_balance(probs, ids, counts) -> torch.Tensor:
-    """sum_e f_e P_e of each leading index by its formula, then their mean."""
+    """sum_e f_e P_e of each leading index by its formula, then their mean. Tokens without an expert
+    are padding."""
     n_experts, losses = probs.shape[-1], []
     for index in product(*map(range, probs.shape[:-2])):
         loads = [(ids[index] == e).sum().item() for e in range(n_experts)]
         loads = loads if counts is None else counts[index].tolist()
-        means = probs[index].mean(0)
+        real = [p for p, chosen in zip(probs[index], ids[index]) if chosen.max() >= 0]
+        means = sum(real, 0 * probs[index][0]) / max(1, len(real))
         f = [load * n_experts / max(1, sum(loads)) for load in loads]
         losses.append(sum(f[e] * means[e] for e in range(n_experts)))
     return sum(losses) / len(losses)
@@ -19268,26 +19273,32 @@ def test_gguf_package_is_optional(monkeypatch, capsys):
 
 
 def test_data_rows_decode_by_definition():
-    """Any order of targets, prompts, starts and padding: inputs, targets and positions are those of
-    a loop over the values; unpacked rows have no positions; int32 is decoded as int64 is."""
-    tokens, START = (0, 1, 7, 99, 2**30 - 1), 2**30
+    """Any order of targets, prompts, starts and padding: inputs, targets, positions and padding are
+    those of a loop over the values; unpacked rows have no positions; int32 is decoded as int64 is."""
+    tokens, START = (0, 1, 7, 99, 2**30 - 2), 2**30
     values = [v for t in tokens for v in (t, ~t, t | START, ~(t | START))]
-    rng, want = random.Random(0), ([], [], [])
+    values += [~(START - 1), ~(START | START - 1)]
+    rng, want, padding = random.Random(0), ([], [], []), []
     batch = [rng.choices(values, k=21) for _ in range(200)]
     for row in batch:
         ids, targets, positions = [], [], []
         for v in row:
             token = -1 - v if v < 0 else v
             start = token >= START
-            ids.append(token - START if start else token)
+            token = token - START if start else token
+            padded = token == START - 1
+            ids.append(-100 if padded else token)
             targets.append(-100 if v < 0 or start else token)
             positions.append(0 if start or not positions else positions[-1] + 1)
+        padding.append([i < 0 for i in ids[:-1]])
+        ids = [max(i, 0) for i in ids]  # padding is read as token 0
         for found, part in zip(want, (ids[:-1], targets[1:], positions[:-1]), strict=True):
             found.append(part)
     assert tuple(x.tolist() for x in DA.decode(torch.tensor(batch), packed=True)) == want
     for dtype in (torch.int64, torch.int32):
         inputs, targets, none = DA.decode(torch.tensor(batch, dtype=dtype), packed=False)
         assert (inputs.tolist(), targets.tolist(), none) == (*want[:2], None)
+        assert DA.is_padding(torch.tensor(batch, dtype=dtype)).tolist() == padding
 
 
 @pytest.mark.parametrize("capacity", [1, 7, 64, 300])
@@ -19364,7 +19375,8 @@ def test_data_packing_loses_nothing(fit, prompts):
     rows = DA.pack_rows(documents, 16, getattr(DA, fit))
     assert rows.dtype == torch.int32 and rows.shape[1] == 17
     assert data_decoded(rows) == data_predictions(documents, 16)
-    tokens = torch.where(rows < 0, ~rows, rows)  # 0 is padding, START | 0 begins it
+    padding = DA.is_padding(F.pad(rows, (0, 1)))  # of the last column too, which is no input
+    tokens = torch.where(rows < 0, ~rows, rows).masked_fill(padding, 0)
     pieces = sum(math.ceil((len(ids) - 1) / 16) for ids in documents)
     assert int((tokens > DA.START).sum()) == pieces
     assert fit != "best_fit" or (tokens % DA.START == 0).float().mean() < 0.01
@@ -32848,6 +32860,30 @@ def test_draft_head_loss_and_gradient_equal_a_plain_loop(config, monkeypatch):
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_draft_head_padding_is_never_a_token():
+    """The loss of padded rows, in any micro-batches, is that of all drafts of the rows alone."""
+    config = tiny()
+    model, head, texts = random_model(config), random_draft_head(config), []
+    for n in (9, 5, 3):
+        texts.append(random_tokens(config, n, seed=n))
+    rows = torch.stack([DA.encode_row(ids.tolist(), 0, 20) for ids in texts]).long()
+    objective = object.__new__(DH.DraftHeadObjective)
+    objective.target = model
+    n, sums = DH.UNROLL_STEPS, torch.zeros(DH.UNROLL_STEPS)
+    for ids in texts:
+        target, drafts = DH.draft_logits(head, model, ids[None], steps=n)
+        for i, draft in enumerate(drafts):
+            p = target[0, i + 1 :].softmax(-1)
+            sums[i] -= (p * draft[0].log_softmax(-1)).sum().detach()
+    counts = torch.tensor([sum(len(ids) - i for ids in texts) for i in range(1, n + 1)])
+    weights = DH.STEP_DECAY ** torch.arange(1.0, n + 1)
+    want = ((sums / counts * weights).sum() / weights.sum()).item()
+    head.config = config
+    for micro in (1, 2, 3):
+        got = STEP.forward_backward(head, rows, micro, objective=objective)
+        assert got["loss"] == pytest.approx(want, rel=1e-5)
+
+
 @pytest.mark.parametrize("text", ["random", "generated"])
 def test_draft_head_acceptance_counts_equal_greedy_decoding(text):
     """Those of drafts that start wherever the text's next token is the target's argmax, and go on,
@@ -33038,6 +33074,58 @@ def test_train_moe_validation_does_not_count_expert_load():
     model(random_tokens(config, 2, 9))
     assert balance.counts.sum(1).tolist() == [2 * 9 * 2] * 2 and len(balance.terms) == 6
     assert balance.pop_losses() > 0 and balance.pop_losses() == 0
+
+
+@pytest.mark.parametrize("config", [mixtral(), latent(n_mtp_layers=1)], ids=["mixtral", "mtp"])
+def test_train_moe_padding_is_never_a_token(config):
+    """Tokens, loads and auxiliary losses of padded rows are those of the chats alone: with plain
+    loops, and with transformers' function, whose loss is K times this. They depend neither on the
+    length of the rows nor, but for Switch's, on the micro-batches. Token 0 of a prompt counts."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    model, K = random_model(config).requires_grad_(True), config.n_experts_per_token
+    chats = [random_tokens(config, n, seed=n) for n in (6, 9, 4, 7)]
+    chats[1][:3] = 0
+    layers, routed = moe_layers(model), []
+    for i, m in enumerate(layers):
+        m.observe = lambda *of_layer, i=i: routed[i].append(of_layer)
+    routed = [[] for _ in layers]
+    for chat in chats:
+        hidden = model(chat[None], return_hidden=True)
+        for depth in range(config.n_mtp_layers):
+            hidden = model.mtp_forward(hidden[:, :-1], chat[None, depth + 1 :], depth=depth)
+    together = [[torch.cat([x[0] for x in kind])[None] for kind in zip(*r)] for r in routed]
+    loads = [torch.bincount(ids.flatten(), minlength=config.n_experts) for _, ids in together]
+    reference = partial(auxiliary_loss_reference, config=config)
+    want = {
+        kind: sum(reference(kind, logits=x, ids=y) for x, y in together) for kind in "z aux".split()
+    }
+    want["seq"] = sum(reference("seq", logits=x, ids=y) for r in routed for x, y in r) / len(chats)
+    if config.scoring == "softmax":
+        theirs = [load_balancing_loss_func((x[0],), config.n_experts, K) for x, _ in together]
+        want["aux"] = sum(theirs) / K
+    for kind, T, micro in product(want, (9, 40), (4, 1, 3)):
+        rows = torch.stack([DA.encode_row(c.tolist(), 3, T) for c in chats]).long()
+        balance = STEP.LoadBalancer(model, 0.0, **{kind: 1.0})  # biases stay
+        got = STEP.forward_backward(model, rows, micro, balance=balance)
+        balance.update()
+        assert got["tokens"] == sum(map(len, chats))
+        assert balance.last.tolist() == [x.tolist() for x in loads]
+        if kind != "aux" or micro == 4:
+            assert got["aux_loss"] == pytest.approx(want[kind].item(), rel=1e-5)
+
+
+def test_train_throughput_counts_no_padding(monkeypatch):
+    """Tokens per second and the epochs in the summary's line, of 30 tokens in rows of 64."""
+    args = T.parse_args("--seq-len 16 --batch-size 4 --steps 10 --dtype fp32".split())
+    env = T.DistEnv(torch.device("cpu"), "fp32", 0, 1)
+    speed = MT.Throughput(args, tiny(), env)
+    monkeypatch.setattr(MT.time, "perf_counter", iter([5.0, 7.0]).__next__)
+    speed.start()
+    assert speed.row(30) == {"tokens_per_second": 15.0}
+    dataset = SimpleNamespace(size=30, padding=34)
+    line = MT.summary(args, M.Transformer(tiny()), dataset, 0, env)
+    assert "0.00M tokens, 10.0 epochs, 10 steps" in line
 
 
 def test_train_moe_pyramid_counts_each_layers_own_experts():

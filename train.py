@@ -175,7 +175,7 @@ class Trainer:
             # waits for the GPU, so that the step's time includes the update
             stopping, data_wait = sync_stop_and_data_wait(self.signals, data_wait, env.device)
             row = {"step": step, **losses, "lr": lr, **self.balance.row, **self.objective.row}
-            row |= self.speed.row() | {"data_wait": data_wait}
+            row |= self.speed.row(row.pop("tokens")) | {"data_wait": data_wait}
             row |= {} if config.optimizer_in_backward else {"grad_norm": norm}
             row |= {"skipped": skipped} if skipped else {}
             step = row["step"] = callbacks.after_update(step, row)  # DiLoCo may skip steps
@@ -195,7 +195,7 @@ class Trainer:
         step = self.resume()
         if env.rank == 0:
             full = model if config.task == "draft-head" else meta_model(model.config)
-            print(summary(config, full, self.dataset.size, step, env), file=sys.stderr)
+            print(summary(config, full, self.dataset, step, env), file=sys.stderr)
             if self.layout.mesh is not None:
                 print(self.layout.mesh, file=sys.stderr)
         self.signals = stop_on_signals()

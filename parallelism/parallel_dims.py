@@ -66,6 +66,7 @@ from parallelism.zero import DistributedOptimizer
 from training.checkpoint import regions
 from training.chunked_loss import linear_cross_entropy
 from training.config import TrainConfig
+from training.data import is_padding
 from training.optimizers import mup_factors
 from training.recompute import MODES, checkpoint_wrapper, choose_modes, chunk_tokens
 from training.recompute import layer_groups, saved_bytes
@@ -382,6 +383,11 @@ class ParallelDims:
             own = cp_positions(seq_len, ring_size, ring_rank, self._placement)
         own = own.chunk(self.args.cp_ulysses)[ulysses_rank].to(device)
         return self._positions.setdefault((seq_len, device), own)
+
+    def padding(self, batch: Tensor) -> Tensor:
+        """Which of this rank's inputs of encoded rows (B, T + 1) are padding: bool."""
+        at, padding = self.positions(batch.shape[1] - 1, batch.device), is_padding(batch)
+        return padding if at is None else padding[:, at]
 
     def cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Summed cross-entropy in nats of logits (B, T, V), or (B, T, V / tp) with --tp."""

@@ -263,25 +263,28 @@ class PipelineStages:
     # ---- a step ----
 
     def accumulate(
-        self, model: Transformer, batch: Tensor, count: Any, rows: int, autocast: Callable,
-        attend: Attend, balance: Any, layout: Any,
+        self, model: Transformer, batch: Tensor, count: Any, share: Callable[[Tensor], Tensor],
+        autocast: Callable, attend: Attend, balance: Any, layout: Any,
     ) -> Tensor:  # fmt: skip
-        """The pipeline's part of training.step.accumulate: accumulate the gradient of this rank's
-        batch. Returns its losses (main, MTP, auxiliary), 0 on ranks that do not compute them."""
+        """The pipeline's part of training.step.forward_backward: accumulate the gradient of this
+        rank's batch. Returns its losses (main, MTP, auxiliary), 0 on ranks that do not compute
+        them. share(micro-batch): the weights of its auxiliary losses (LoadBalancer.pop_losses)."""
         totals, at = torch.zeros(3, device=batch.device), self._positions(batch, layout)
         size = self.args.micro_batch_size
         micro_batches, pipe = batch.split(size), self._pipeline(model)
         parts = (select_tokens(rows, at, layout.packed) for rows in micro_batches)
         inputs, targets, where = zip(*parts)
+        padding = self._padding(micro_batches, layout)
 
         def run_chunk(part: Transformer, x: Tensor) -> Any:
+            m = pipe.microbatch
             if balance is not None:
                 balance.recording = True
             with autocast():
-                y = part(x, where[pipe.microbatch], attend)
+                y = part(x, where[m], attend, is_padding=padding[m])
             if balance is None:
                 return y
-            aux = balance.pop_losses() * (len(x) / rows)
+            aux = balance.pop_losses(share(micro_batches[m]))
             totals[2] += aux.detach()
             return (y, aux / layout.size("tp")) if aux.requires_grad else y
 
@@ -300,6 +303,10 @@ class PipelineStages:
     def _positions(self, batch: Tensor, layout: Any) -> Tensor:
         at = layout.positions(batch.shape[1] - 1, batch.device)
         return torch.arange(batch.shape[1] - 1, device=batch.device) if at is None else at
+
+    def _padding(self, batches: Sequence[Tensor], layout: Any) -> list[Tensor | None]:
+        """What MoE layers do not count, of each batch of encoded rows."""
+        return [layout.padding(batch) if self.config.moe_layers else None for batch in batches]
 
     def _shape(self, inputs: Tensor) -> tuple[int, int, int]:
         """The shape of the hidden states sent between ranks."""
@@ -382,10 +389,12 @@ class PipelineStages:
         pipe = self._pipeline(model, forward=len(batches))
         parts = (select_tokens(batch, at, layout.packed) for batch in batches)
         inputs, targets, where = zip(*parts)
+        padding = self._padding(batches, layout)
 
         def run_chunk(part: Transformer, x: Tensor) -> Tensor:
             with autocast():
-                return part(x, where[pipe.microbatch], attend)
+                m = pipe.microbatch
+                return part(x, where[m], attend, is_padding=padding[m])
 
         def loss(logits: Tensor, m: int) -> Tensor:
             with autocast():

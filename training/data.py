@@ -11,6 +11,7 @@ files, batches and micro-batches (`decode` is the definition):
 
     0 <= v          token v mod 2^30, a target (of the position before it)
     v < 0           token ~v, an input but never a target: prompt or padding
+    2^30 - 1        as a token: padding, read as token 0 (`is_padding`)
     bit 30 (START)  of v, or of ~v: first token of a document. It is never a target, and in packed
                     rows its position is 0, by which attention separates documents
 
@@ -45,7 +46,8 @@ BOS, EOS = 1, 2  # of tokenizers trained by dataset.train_tokenizer
 DELIMITERS = (BOS,), (EOS,)  # tokens before and after a document
 IGNORE = -100  # ignore_index of cross-entropy
 START = 1 << 30  # first token of a document
-PAD = ~0  # token 0, not a target
+PADDING = START - 1  # the token of padding in encoded values
+PAD = ~PADDING  # not a target
 
 Document = tuple[str, str]  # (name, text); the name decides whether it is for validation
 Messages = list[dict[str, Any]]  # {"role": ..., "content": ...}
@@ -305,12 +307,19 @@ def decode(batch: Tensor, packed: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     tokens = torch.where(batch < 0, ~batch, batch)
     starts = tokens >= START
     tokens = tokens % START
+    tokens = tokens.masked_fill(tokens == PADDING, 0)
     targets = tokens.masked_fill((batch < 0) | starts, IGNORE)[:, 1:]
     if not packed:
         return tokens[:, :-1], targets, None
     at = torch.arange(batch.shape[1] - 1, device=batch.device)
     begun = torch.where(starts[:, :-1], at, 0).cummax(1).values
     return tokens[:, :-1], targets, at - begun
+
+
+def is_padding(batch: Tensor) -> Tensor:
+    """Which inputs of encoded rows (B, T + 1) are padding: (B, T) bool."""
+    tokens = torch.where(batch < 0, ~batch, batch)[:, :-1]
+    return tokens % START == PADDING
 
 
 def encode_row(ids: Sequence[int], prompt: int, seq_len: int) -> Tensor:
@@ -368,7 +377,7 @@ def pack_rows(documents: Sequence[Tensor], seq_len: int, fit: Fit = best_fit) ->
         for i in range(0, max(len(document) - 1, 1), seq_len):
             pieces.append(document[i : i + room])
     padding = torch.full((room,), PAD, dtype=torch.int32)
-    padding[0] = ~START
+    padding[0] = ~(START | PADDING)
     parts, starts, offset = [], [], 0
     for bin in fit([len(piece) for piece in pieces], room):
         for i in bin:

@@ -33,8 +33,14 @@ from parallelism.dist_env import DistEnv, rank0_first
 from training import shards
 from training.chats import chat_rows
 from training.config import TrainConfig
-from training.data import BOS, EOS, Delimiters, get_batch, is_validation, read_conversations
-from training.data import read_documents, read_tokens, split_documents, stream_documents
+from training.data import BOS, EOS, Delimiters, get_batch, is_padding, is_validation
+from training.data import (
+    read_conversations,
+    read_documents,
+    read_tokens,
+    split_documents,
+    stream_documents,
+)
 from training.data import write_tokens
 
 TOKENIZER_FILES = (
@@ -113,9 +119,10 @@ class Dataset:
 
     rows: ReadRows | None
     validation: Tensor | None
-    size: int | None  # training tokens; None: not known yet
+    size: int | None  # training tokens, without padding; None: not known yet
     fingerprint: Any  # detects changed data on --resume; None: not known yet
     jobs: Mapping[str, Dataset] | None = None  # of --lora-jobs
+    padding: int = 0  # inputs of an epoch that are padding
 
 
 def build_dataset(args: TrainConfig, config: ModelConfig, env: DistEnv) -> Dataset:
@@ -208,7 +215,9 @@ def prepare_task(args: TrainConfig, config: ModelConfig, env: DistEnv) -> Datase
     rest = *load_chat(args.out), args.seq_len, args.pack
     rows, validation = chat_rows(train, *rest), chat_rows(val, *rest)
     stream = shards.Stream([shards.Rows(rows)], [1], args.seed, args.batch_size)
-    return Dataset(stream.rows, validation, rows[:, 1:].numel(), fingerprint)
+    padding = int(is_padding(rows).sum())
+    size = rows[:, 1:].numel() - padding
+    return Dataset(stream.rows, validation, size, fingerprint, padding=padding)
 
 
 def train_val_split(items: Sequence[Any]) -> tuple[dict[int, Any], dict[int, Any]]:

@@ -14,6 +14,7 @@ if __name__ == "__main__":
     raise SystemExit("this is a part of train.py; run: python train.py --help")
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from parallelism.dist_env import DistEnv
 from speculative import DraftHead
 from training.build import compile_model, convert_linears_
 from training.config import DRAFT_HEAD, NUM_DRAFT_TOKENS, TrainConfig
-from training.data import decode
+from training.data import decode, is_padding
 from training.dataset import Dataset
 from training.metrics import read_metrics
 from training.step import validation_batches
@@ -62,16 +63,28 @@ def draft_logits(
     return target, drafts
 
 
-def draft_loss(target: Tensor, drafts: list[Tensor]) -> Tensor:
+def draft_loss(
+    target: Tensor, drafts: list[Tensor], real: Tensor | None = None,
+    counts: Sequence[Tensor] | None = None,
+) -> Tensor:  # fmt: skip
     """Cross-entropy, in nats, against the target's distribution, which decides acceptance, not the
     text's tokens. Mean over positions, then over unroll steps weighted by STEP_DECAY, since a draft
-    counts only if those before it are accepted."""
+    counts only if those before it are accepted. real (B, T): positions that are no padding; counts:
+    their number for each unroll step in the whole batch, of which this is a part."""
     p, loss, weights = target.float().softmax(-1), 0.0, 0.0
+    real = torch.ones_like(p[..., 0], dtype=torch.bool) if real is None else real
+    counts = position_counts(real, len(drafts)) if counts is None else counts
     for i, draft in enumerate(drafts, 1):
         weight = STEP_DECAY**i
         draft, weights = draft.float().flatten(0, 1), weights + weight
-        loss = loss + weight * F.cross_entropy(draft, p[:, i:].flatten(0, 1))
+        losses = F.cross_entropy(draft, p[:, i:].flatten(0, 1), reduction="none")
+        loss = loss + weight * (losses * real[:, i:].flatten()).sum() / counts[i - 1]
     return loss / weights
+
+
+def position_counts(real: Tensor, steps: int) -> list[Tensor]:
+    """The number of positions of each unroll step that are no padding; real (B, T) bool."""
+    return [real[:, i:].sum().clamp(min=1) for i in range(1, steps + 1)]
 
 
 def acceptance_counts(target: Tensor, drafts: list[Tensor], tokens: Tensor) -> Tensor:
@@ -108,12 +121,13 @@ class DraftHeadObjective:
         return self.dataset.rows(step, range(self.config.batch_size))
 
     def count(self, batch: Tensor) -> Tensor:
-        return torch.tensor(len(batch), device=batch.device)
+        self.counts = position_counts(~is_padding(batch), UNROLL_STEPS)
+        return torch.tensor(1, device=batch.device)  # the losses are divided by self.counts
 
     def loss(self, head: DraftHead, micro_batch: Tensor, rows: slice, attend: Attend) -> Tensor:
         tokens = decode(micro_batch, packed=False)[0]
         logits = draft_logits(head, self.target, tokens, attend, UNROLL_STEPS)
-        return draft_loss(*logits) * len(micro_batch)
+        return draft_loss(*logits, ~is_padding(micro_batch), self.counts)
 
     @torch.no_grad()
     def validate(self, head: DraftHead, size: int, attend: Attend) -> dict[str, Any]:

@@ -50,7 +50,7 @@ from model import Attend, ModelConfig, Transformer
 from parallelism.dist_env import DistEnv
 from parallelism.parallel_dims import ParallelDims
 from training.config import TrainConfig
-from training.data import decode, json_objects
+from training.data import decode, is_padding, json_objects
 from training.dataset import Dataset, build_dataset
 from training.lora import TARGETS, LoRALinear, make_lora_linear, read_adapters, save_adapters
 from training.step import NextToken, count_targets, validate
@@ -257,7 +257,8 @@ class LoRAJobs:
     def loss(self, model: Any, micro_batch: Tensor, rows: slice, attend: Attend) -> Tensor:
         self.segments[:] = self._segments(rows)
         inputs, targets, positions = decode(micro_batch, self.layout.packed)
-        hidden = model(inputs, positions, attend=attend, return_hidden=True)
+        padding = is_padding(micro_batch) if model.config.moe_layers else None
+        hidden = model(inputs, positions, attend=attend, return_hidden=True, is_padding=padding)
         total = hidden.new_zeros((), dtype=torch.float32)
         for name, at in self.segments:
             loss = self.layout.head_loss(model, hidden[at], targets[at])
@@ -311,4 +312,5 @@ def build_job_datasets(config: TrainConfig, model_cfg: ModelConfig, env: DistEnv
         own.out.mkdir(parents=True, exist_ok=True)
         datasets[job.name] = build_dataset(own, model_cfg, env)
     prints = [{"job": asdict(job), "text": datasets[job.name].fingerprint} for job in jobs]
-    return Dataset(None, None, sum(d.size for d in datasets.values()), prints, datasets)
+    size, padding = (sum(getattr(d, x) for d in datasets.values()) for x in ("size", "padding"))
+    return Dataset(None, None, size, prints, datasets, padding)

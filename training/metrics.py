@@ -6,8 +6,8 @@
 
 A row of metrics.jsonl is one step, over all ranks, the same under every parallelism: `loss` and
 `val_loss` in nats per target token (dpo: per pair; `loss` includes output_z_loss), `grad_norm` of
-the whole gradient before clipping, `tokens_per_second`, `mfu` if the device's peak is known,
-`data_wait` in seconds of the slowest rank. Steps with validation add `peak_memory` in bytes of the
+the whole gradient before clipping, `tokens_per_second` without padding, `mfu` if the device's peak is
+known, `data_wait` in seconds of the slowest rank. Steps with validation add `peak_memory` in bytes of the
 rank with the most, and `comm_wait`, the share of time since the last validation that ranks were
 blocked in collectives. (On GPUs, kernels wait instead of the program: use --profile, which measures
 `exposed_communication` in its trace.) MoE models add `worst_load`, `load_entropy`, `dead_experts`;
@@ -283,10 +283,9 @@ def progress_bar(first: int, steps: int, env: DistEnv) -> tqdm:
 
 
 class Throughput:
-    """Tokens per second and MFU of a step: call start() when it begins."""
+    """Tokens per second and MFU of a step, without padding: call start() when it begins."""
 
     def __init__(self, args: TrainConfig, config: ModelConfig, env: DistEnv):
-        self.tokens = args.batch_size // args.batch_share[0] * args.seq_len
         with torch.device("meta"):
             model = Transformer(config)
         # LoRA and draft heads: no gradient of the frozen weights
@@ -300,27 +299,26 @@ class Throughput:
     def elapsed(self) -> float:
         return time.perf_counter() - self.begin
 
-    def row(self) -> dict[str, float]:
-        """Of the time since start()."""
-        speed = self.tokens / self.elapsed()
+    def row(self, tokens: float) -> dict[str, float]:
+        """Of the time since start(), in which this many tokens were read."""
+        speed = tokens / self.elapsed()
         mfu = {"mfu": round(speed * self.flops / self.peak, 4)} if self.peak else {}
         return {"tokens_per_second": round(speed, 1)} | mfu
 
 
-def summary(
-    args: TrainConfig, model: Transformer, n_tokens: int | None, first: int, env: DistEnv
-) -> str:
+def summary(args: TrainConfig, model: Transformer, dataset: Any, first: int, env: DistEnv) -> str:
     """One line about the run: parameters, tokens, steps, dtype, device."""
     if first >= args.steps:
         return f"{args.out}: all {first} steps are done; increase --steps to continue"
     size = sum(p.numel() for p in model.parameters()) / 1e6
-    step_tokens, text = args.batch_size * args.seq_len, ""
-    if n_tokens is not None:
-        epochs = args.steps * step_tokens / n_tokens
-        text = f" on {n_tokens / 1e6:.2f}M tokens, {epochs:.1f} epochs,"
+    text = ""
+    if dataset.size is not None:
+        inputs = args.steps * args.batch_size * args.seq_len  # padding included
+        epochs = inputs / (dataset.size + dataset.padding)
+        text = f" on {dataset.size / 1e6:.2f}M tokens, {epochs:.1f} epochs,"
     precision = f", FP8 {args.fp8}" if args.fp8 else f", QAT {args.qat}" if args.qat else ""
     return (
-        f"{size:.2f}M parameters{text} {args.steps} steps of {step_tokens} from step {first}, "
+        f"{size:.2f}M parameters{text} {args.steps} steps of {args.batch_size} rows of {args.seq_len} from step {first}, "
         f"{args.dtype}{precision} on {env.device}"
     )
 

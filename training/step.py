@@ -89,11 +89,13 @@ def loss_sums(
     inputs, targets, positions = decode(batch, layout.packed)
     if at is not None:
         inputs, targets = inputs[:, at], targets[:, at]
+    padding = layout.padding(batch) if model.config.moe_layers else None
     at = at if positions is None else positions
     if not (model.mtp or layout.has_chunked_loss):
-        main = layout.cross_entropy(model(inputs, at, attend=attend), targets)
+        logits = model(inputs, at, attend=attend, is_padding=padding)
+        main = layout.cross_entropy(logits, targets)
         return main, torch.zeros_like(main)
-    hidden = model(inputs, at, attend=attend, return_hidden=True)
+    hidden = model(inputs, at, attend=attend, return_hidden=True, is_padding=padding)
     main = layout.head_loss(model, hidden, targets)
     mtp = main.new_zeros(())
     for depth in range(1, 1 + len(model.mtp)):
@@ -101,7 +103,8 @@ def loss_sums(
         if positions is not None:  # ignore targets that belong to the next document
             mtp_positions = positions[:, :-depth]
             mtp_targets = mtp_targets.masked_fill(positions[:, depth:] < depth, IGNORE)
-        rest = mtp_positions, attend, depth - 1
+        mtp_padding = None if padding is None else padding[:, depth:]
+        rest = mtp_positions, attend, depth - 1, mtp_padding
         hidden = model.mtp_forward(hidden[:, :-1], inputs[:, depth:], *rest)
         mtp = mtp + layout.head_loss(model, hidden, mtp_targets)
     return main, mtp / max(1, len(model.mtp))
@@ -188,21 +191,24 @@ def forward_backward(
     objective: Objective | None = None, scale: float = 1.0,
 ) -> dict[str, float]:  # fmt: skip
     """Leave in .grad the gradient of the mean loss over all tokens of the step, plus MTP_WEIGHT
-    times the MTP loss and the auxiliary losses of `balance`, times `scale`; return those losses.
-    objective: by default NextToken.
+    times the MTP loss and the auxiliary losses of `balance`, times `scale`; return those losses,
+    and as "tokens" the number of the step's inputs that are not padding. objective: by default
+    NextToken.
 
     The divisor is the token count of the whole step (all micro-batches, all ranks), known before
     the first backward pass: a mean of micro-batch means would give tokens of short micro-batches
-    more weight. An auxiliary loss is a mean over routed tokens, and every row has the same number
-    of them, so each micro-batch counts by its share of the step's rows.
+    more weight. An auxiliary loss is a mean over routed tokens, or over sequences, of which each
+    micro-batch counts by its share of the step's.
     """
-    cp = layout.size("cp")
+    cp, pp = layout.size("cp"), layout.size("pp")
     objective = objective or NextToken(layout=layout)
-    count = layout.all_reduce_sum(objective.count(batch)) // (cp * layout.size("pp"))
-    rows = len(batch) * layout.dp_size * cp
+    count = layout.all_reduce_sum(objective.count(batch)) // (cp * pp)
+    sizes = partial(batch_sizes, n_depths=len(getattr(model, "mtp", ())), layout=layout)
+    step_sizes = layout.all_reduce_sum(sizes(batch)) // pp
+    share = lambda micro_batch: sizes(micro_batch) / step_sizes.clamp(min=1)
     if layout.stages is not None:
         rest = autocast, attend, balance, layout
-        totals = layout.stages.accumulate(model, batch, count, rows, *rest)
+        totals = layout.stages.accumulate(model, batch, count, share, *rest)
     else:
         totals, done = torch.zeros(3, device=batch.device), 0
         for micro in layout.micro_batches(model, batch, micro_batch_size):
@@ -214,7 +220,7 @@ def forward_backward(
                 main, mtp = (x / count for x in sums)
             aux = main.new_zeros(())
             if balance is not None:
-                aux = balance.pop_losses() * (len(micro) / rows)
+                aux = balance.pop_losses(share(micro))
             # tp sums the gradients of MoE inputs, and each rank computes the whole aux loss
             loss = main + MTP_WEIGHT * mtp + aux / layout.size("tp")
             (loss if scale == 1.0 else loss * scale).backward()
@@ -222,7 +228,8 @@ def forward_backward(
             done += len(micro)
     layout.sum_gradients(model)
     main, mtp, aux = layout.all_reduce_sum(totals).tolist()
-    losses = {"loss": main} | ({"mtp_loss": mtp} if len(getattr(model, "mtp", ())) else {})
+    losses = {"loss": main, "tokens": int(step_sizes[0])}
+    losses |= {"mtp_loss": mtp} if len(getattr(model, "mtp", ())) else {}
     return losses | ({"aux_loss": aux} if balance is not None and balance.has_aux_loss else {})
 
 
@@ -231,8 +238,17 @@ def count_targets(batch: Tensor, layout: ParallelDims = SINGLE_PROCESS) -> Tenso
     return (decode(batch, layout.packed)[1] != IGNORE).sum()
 
 
+def batch_sizes(batch: Tensor, n_depths: int, layout: ParallelDims) -> Tensor:
+    """Of encoded rows, this rank's part of each: the number of inputs that are not padding, for the
+    model and for each MTP depth, and of rows: (n_depths + 2,) int64."""
+    real = ~layout.padding(batch)
+    tokens = [real[:, depth:].sum() for depth in range(n_depths + 1)]
+    return torch.stack([*tokens, torch.full_like(tokens[0], len(batch))])
+
+
 class LoadBalancer:
-    """Balances and counts the load of experts in training, through MoE.observe.
+    """Balances and counts the load of experts in training, through MoE.observe. Padding, tokens
+    with ids of -1, counts nowhere.
 
     With an expert bias, without a loss (arXiv:2408.15664): after each step the bias of every expert
     moves by `speed`, up if the expert got fewer tokens than the step's mean, else down. Auxiliary
@@ -249,7 +265,10 @@ class LoadBalancer:
     ):  # fmt: skip
         self.speed, self.aux, self.seq, self.z = speed, aux, seq, z
         self.config, self.terms, self.recording = model.config, [], True
-        self.moe_layers = [m for m in model.modules() if isinstance(m, MoE)]
+        named = {name: m for name, m in model.named_modules() if isinstance(m, MoE)}
+        self.moe_layers = [*named.values()]
+        # "mtp.0.block.mlp" sees the tokens of MTP depth 1, a layer of the model those of depth 0
+        depths = [int(n.split(".")[1]) + 1 if n.startswith("mtp.") else 0 for n in named]
         whole = layout.stages is None
         self.sizes = [len(m.router) for m in self.moe_layers]  # E of each row of counts
         if not whole:
@@ -262,11 +281,12 @@ class LoadBalancer:
         self.absent = torch.arange(shape[1], device=device) >= sizes
         self.rows = range(n) if whole else layout.stages.local_moe_layers()  # rows of counts
         observe = torch.compiler.disable(self._observe)  # it stores tensors outside the graph
-        for i, layer in zip(self.rows, self.moe_layers, strict=True):
-            layer.observe = partial(observe, self.counts[i])
+        for i, layer, depth in zip(self.rows, self.moe_layers, depths, strict=True):
+            layer.observe = partial(observe, self.counts[i], depth)
 
-    def _observe(self, counts: Tensor, logits: Tensor, ids: Tensor) -> None:
-        """Called by each MoE layer's forward: logits (B, T, E), ids (B, T, K); counts (E,)."""
+    def _observe(self, counts: Tensor, depth: int, logits: Tensor, ids: Tensor) -> None:
+        """Called by each MoE layer's forward: logits (B, T, E), ids (B, T, K); counts (E,). A term
+        has the index of its share: `depth` for means over tokens, -1 for means over rows."""
         if not torch.is_grad_enabled():  # validation
             return
         n_before = len(self.terms)
@@ -276,19 +296,22 @@ class LoadBalancer:
             probs = moe.router_probs(logits, self.config.scoring)
             if self.aux:
                 flat = probs.flatten(0, 1), ids.flatten(0, 1)
-                self.terms.append(self.aux * moe.balance_loss(*flat))
+                self.terms.append((depth, self.aux * moe.balance_loss(*flat)))
             if self.seq:
-                self.terms.append(self.seq * moe.balance_loss(probs, ids))
+                self.terms.append((-1, self.seq * moe.balance_loss(probs, ids)))
         if self.z:
-            self.terms.append(self.z * moe.z_loss(logits))
+            self.terms.append((depth, self.z * moe.z_loss(logits, ids)))
         if not self.recording:  # recomputation must run the same operations, but counts nothing
             del self.terms[n_before:]
 
-    def pop_losses(self) -> Tensor:
-        """Sum of the auxiliary losses of the forward passes since the last call. Forward passes
+    def pop_losses(self, shares: Tensor | None = None) -> Tensor:
+        """Sum of the auxiliary losses of the forward passes since the last call, each times the
+        share of its micro-batch in the step (batch_sizes over the step's; None: 1). Forward passes
         before `recording` is set again are recomputation and are not counted twice."""
         terms, self.terms, self.recording = self.terms, [], False
-        return torch.stack(terms).sum() if terms else torch.zeros((), device=self.counts.device)
+        if not terms:
+            return torch.zeros((), device=self.counts.device)
+        return torch.stack([x if shares is None else x * shares[i] for i, x in terms]).sum()
 
     def update(self, layout: ParallelDims = SINGLE_PROCESS) -> None:
         """End of a step: update the expert biases; .last = token counts (MoE layers, E) of the step

@@ -43,7 +43,7 @@ from generation.sampling import RowSampler
 from model import Attend, causal_attention
 from paged_kv import Engine, PagedKVCache, SamplingParams
 from training.alignment import Reward, dpo_loss, group_advantages, grpo_loss, token_logprobs
-from training.data import IGNORE, decode, encode_row
+from training.data import IGNORE, decode, encode_row, is_padding
 from training.lora import LoRALinear, adapter_parameters, disable_adapters
 
 # sum of a tensor over all ranks
@@ -75,7 +75,8 @@ def logprobs(model: Any, micro: Tensor, attend: Attend = causal_attention) -> Te
     """Log-probabilities (B, T) of the targets of encoded rows (B, T + 1), 0 where there is no
     target. The head runs only on positions with a target."""
     inputs, targets, positions = decode(micro, packed=False)
-    hidden = model(inputs, positions, attend=attend, return_hidden=True)
+    padding = is_padding(micro) if model.config.moe_layers else None
+    hidden = model(inputs, positions, attend=attend, return_hidden=True, is_padding=padding)
     mask = targets != IGNORE
     logps = token_logprobs(model.head(hidden[mask]), targets[mask])
     return logps.new_zeros(targets.shape).masked_scatter(mask, logps)
