@@ -61,6 +61,7 @@ import shlex
 import shutil
 import signal
 import socket
+import stat
 import statistics
 import struct
 import subprocess
@@ -22636,6 +22637,9 @@ KV_DAMAGES = {  # of a file
     "another block": lambda path, _: shutil.copy(
         next(p for p in kv_files(path.parents[1]) if p != path), path
     ),
+    # which only a store's neighbour would make: opening one, or reading it, would never end
+    "a FIFO": lambda path, _: (path.unlink(), os.mkfifo(path)),
+    "a device": lambda path, _: (path.unlink(), path.symlink_to("/dev/zero")),
 }
 
 
@@ -22652,7 +22656,7 @@ def test_kv_store_damaged_blocks_are_computed_again(name, tmp_path, caplog):
         @cache
         def damage():
             for path in victims:
-                if path.exists():
+                if path.is_file():
                     KV_DAMAGES[name](path, r)
 
         if prefetch:
@@ -22665,6 +22669,52 @@ def test_kv_store_damaged_blocks_are_computed_again(name, tmp_path, caplog):
         assert len(caplog.messages) == (name != "deleted")
         assert all("cannot be read" in message for message in caplog.messages)
         caplog.clear()
+
+
+def test_kv_store_counts_what_it_loaded(tmp_path):
+    """Blocks that were found and then could not be read are not counted; read ones are, once."""
+    case = kv_case(4)
+    kv_saved(case, tmp_path)
+    for damaged in (True, False):
+        engine, store = case.engine(tmp_path)
+        store.want, find = lambda *_: None, store.find
+
+        def find_then_damage(*args):
+            if (found := find(*args)) is not None and damaged:
+                for path in kv_files(tmp_path):
+                    os.truncate(path, 3)
+            return found
+
+        store.find = find_then_damage
+        assert case.answers(engine) == case.want[0]
+        assert (store.counts["kv_store_disk_tokens"] > 0) == (not damaged)
+        store.flush()
+
+
+def test_kv_store_is_private_and_stays_within_its_size_beside_foreign_files(tmp_path, caplog):
+    """The folder is the user's alone; files that other programs leave there are kept, do not count,
+    and do not stop eviction; a failure in the background is a warning and forgets its blocks."""
+    folder = tmp_path / "store"
+    store, _ = kv_blocks(folder, max_bytes=1)
+    store.save([1, 2], [3])
+    store.flush()
+    (first,) = kv_files(folder)
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (folder, first.parent, first)]
+    assert modes == [0o700, 0o700, 0o600]
+    foreign = [first.with_name(first.name + "~"), first.with_name(first.name + ".bak")]
+    foreign += [first.with_name("z" * 64), folder / "ab" / ("ab" * 31 + "AB")]
+    for path in foreign:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"x" * 999)
+    for i in range(5, 9):
+        store.save([i, i], [4])
+        store.flush()
+    assert len({*kv_files(folder)} - {*foreign}) == 1 and all(path.exists() for path in foreign)
+    assert not caplog.messages and not store.saving
+    store.keep = lambda *_: 1 / 0
+    store.save([9, 9], [4])
+    store.flush()
+    assert not store.saving and "ZeroDivisionError" in caplog.text
 
 
 def test_kv_store_survives_a_full_gpu(tmp_path, caplog, monkeypatch):
@@ -22870,7 +22920,7 @@ def kv_open_that_stops(n: int, stopped: Path):
 
     def open_file(path, mode, **kwargs):
         file = open(path, mode, **kwargs)
-        if mode == "wb" and next(writes) == n:
+        if mode == "xb" and next(writes) == n:
             file.write(b"half")
             file.flush()
             stopped.touch()

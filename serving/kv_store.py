@@ -30,6 +30,10 @@ layer. So a process may be killed at any moment, several may share a folder, and
 damaged or deleted: a step that meets such a block runs again without it. There is no fsync: after a
 power failure the CRC decides. A full disk leaves blocks in host memory. Trouble is one warning.
 
+A CRC finds damage, not forgery, and KV tells the prompt that it was computed from: whoever can write
+to the folder decides what a model that reads it continues. The folder is made with mode 0700 and
+its files with 0600; processes that share it must trust each other.
+
 Cost: copies, and 22 kB per token of TinyLlama. When it loses: where no prompt repeats, or reading
 is slower than computing. Hooks: attend, through `gate`; Engine(kv_store=...). Equivalence
 (test_all.py): found == computed, whatever was killed, damaged or full. Needs: torch.
@@ -37,10 +41,13 @@ is slower than computing. Hooks: attend, through `gate`; Engine(kv_store=...). E
 
 from __future__ import annotations
 
+import errno
 import glob
 import hashlib
 import logging
 import os
+import re
+import stat
 import tempfile
 import threading
 import time
@@ -48,12 +55,12 @@ import zlib
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, chain, product
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -62,12 +69,25 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 SUM_BYTES = 4  # of the CRC-32 before each layer's bytes
+# a block's file in the folder, and one that is being written
+BLOCK_FILE = re.compile(r"([0-9a-f]{2})/\1[0-9a-f]{62}(\.[0-9.]+\.tmp)?")
 STALE_SECONDS = 600  # age of a temporary file whose writer was killed
 
 
 def sha256(*parts: bytes) -> bytes:
     """Of their concatenation."""
     return hashlib.sha256(b"".join(parts)).digest()
+
+
+def open_regular(path: str | os.PathLike) -> IO[bytes]:
+    """A regular file, open for reading. OSError for any other: opening a FIFO waits for its writer,
+    reading a device may never end."""
+    without_waiting = lambda name, flags: os.open(name, flags | os.O_NONBLOCK)
+    file = open(path, "rb", buffering=0, opener=without_waiting)
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return file
 
 
 def content_hash(tensors: Iterable[Tensor]) -> bytes:
@@ -98,12 +118,12 @@ class LoadError(RuntimeError):
 class KVStore:
     """KV blocks by content, in host memory and in a folder.
 
-        store = KVStore(folder, 20 * 2**30, hash_of_the_weights)
-        store.bind([[pages] for pages in cache.pages], block_size=16)
-        store.save(tokens, blocks)                           # when a sequence ends
-        if (kv := store.find(tokens)) is not None:           # tomorrow, in another process
-            store.load(kv, block_table)
-            model(new_tokens, positions, store.gate(attend))
+    store = KVStore(folder, 20 * 2**30, hash_of_the_weights)
+    store.bind([[pages] for pages in cache.pages], block_size=16)
+    store.save(tokens, blocks)                           # when a sequence ends
+    if (kv := store.find(tokens)) is not None:           # tomorrow, in another process
+        store.load(kv, block_table)
+        model(new_tokens, positions, store.gate(attend))
     """
 
     def __init__(
@@ -112,7 +132,7 @@ class KVStore:
         """max_bytes of files; each process that writes may exceed it by 1/16. fingerprint: of all
         that KV depends on but tokens, adapter and layout. OSError if there can be no folder."""
         self.folder, self.max_bytes, self.host_bytes = Path(folder), max_bytes, host_bytes
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.fingerprint, self.lineage = fingerprint, b""
         self.host: OrderedDict[bytes, Tensor] = OrderedDict()  # least recently used first
         self.wanted: WeakKeyDictionary[Any, list[bytes]] = WeakKeyDictionary()  # by waiting owner
@@ -160,7 +180,7 @@ class KVStore:
         calls find or is deleted."""
         with self.lock:
             self.wanted[owner] = self.keys(tokens, adapter)
-        self.background.submit(self._prefetch, owner)
+        self._submit(self._prefetch, owner)
 
     def find(
         self, tokens: Sequence[int], first: int = 0, adapter: Any = None, owner: Any = None
@@ -243,7 +263,7 @@ class KVStore:
         except torch.OutOfMemoryError:
             return self.warn("copy", "KV is not kept: no GPU memory for a copy of its blocks")
         self.saving.update(new)
-        self.background.submit(self._save, [*new], rows, event)
+        self._submit(self._save, [*new], rows, event)
 
     def _copy_out(self, blocks: list[int]) -> tuple[Any, Any]:
         """The bytes of each block, with gaps for the sums; and on a GPU the event that they wait
@@ -271,22 +291,33 @@ class KVStore:
             yield t[block], data[at : at + shape.numel()].view(shape)
             at += shape.numel()
 
+    def _submit(self, function: Callable[..., None], *args: Any) -> None:
+        """Run it in the background; an exception is a warning."""
+        self.background.submit(function, *args).add_done_callback(self._warn_of_failure)
+
+    def _warn_of_failure(self, done: Future[None]) -> None:
+        if (e := done.exception()) is not None:
+            self.warn("background", f"a task in the background failed ({type(e).__name__}: {e})")
+
     def flush(self) -> None:
         """Wait until all that was saved is written."""
         self.background.submit(int).result()
 
     def _save(self, keys: list[bytes], rows: Any, event: Any) -> None:
-        if event is not None:
-            event.synchronize()
-            with torch.cuda.stream(torch.cuda.Stream(rows.device)):
-                rows = [row.clone() for row in rows.cpu()]  # a view would keep all of them
-        for key, data in zip(keys, rows):
-            for layer, (start, end) in enumerate(zip(self.offsets, self.offsets[1:])):
-                part = data.numpy()[start:end]
-                part[:SUM_BYTES].data[:] = self._sum(key, layer, part[SUM_BYTES:])
-            self.keep(key, data)
-            self.saving.discard(key)
-            self._write(key, data)
+        try:
+            if event is not None:
+                event.synchronize()
+                with torch.cuda.stream(torch.cuda.Stream(rows.device)):
+                    rows = [row.clone() for row in rows.cpu()]  # a view would keep all of them
+            for key, data in zip(keys, rows):
+                for layer, (start, end) in enumerate(zip(self.offsets, self.offsets[1:])):
+                    part = data.numpy()[start:end]
+                    part[:SUM_BYTES].data[:] = self._sum(key, layer, part[SUM_BYTES:])
+                self.keep(key, data)
+                self.saving.discard(key)
+                self._write(key, data)
+        finally:
+            self.saving.difference_update(keys)
 
     def touch(self, blocks: dict[bytes, Tensor]) -> None:
         """These blocks are the most recently used ones."""
@@ -329,7 +360,7 @@ class KVStore:
         """Read layers of a block from its file. OSError, or LoadError if it is damaged."""
         start, end = self.offsets[layers.start], self.offsets[layers.stop]
         raw = data.numpy()
-        with open(self._path(key), "rb", buffering=0) as f:
+        with open_regular(self._path(key)) as f:
             f.seek(start)
             if f.readinto(raw[start:end]) != end - start:
                 raise LoadError("it is truncated")
@@ -352,8 +383,10 @@ class KVStore:
         try:
             if self.unscanned is None or self.unscanned > self.max_bytes // 16:
                 self._evict()
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            with open(tmp, "wb") as f:
+            with suppress(FileExistsError):
+                os.mkdir(os.path.dirname(path), 0o700)
+            private = lambda name, flags: os.open(name, flags, 0o600)
+            with open(tmp, "xb", opener=private) as f:
                 f.write(data.numpy())
             os.replace(tmp, path)
         except OSError as e:
@@ -368,19 +401,22 @@ class KVStore:
         """Delete files, the least recently used first, until they have 15/16 of max_bytes; and
         temporary ones whose writer was killed."""
         self.unscanned, found = 0, []
-        for path in glob.glob(f"{glob.escape(str(self.folder))}/??/{'[0-9a-f]' * 64}*"):
+        for path in glob.glob("??/*", root_dir=self.folder):
+            if not BLOCK_FILE.fullmatch(path):  # not ours: an editor's or rsync's copy
+                continue
+            path = os.path.join(self.folder, path)
             with suppress(FileNotFoundError):  # another process has deleted it
-                stat = os.stat(path)
+                at = os.lstat(path)
                 if not path.endswith(".tmp"):
-                    found.append((stat.st_mtime, stat.st_size, path))
-                elif time.time() - stat.st_mtime > STALE_SECONDS:
+                    found.append((at.st_mtime, at.st_size, path))
+                elif time.time() - at.st_mtime > STALE_SECONDS:
                     os.unlink(path)
         files = {bytes.fromhex(Path(path).name): (size, path) for _, size, path in sorted(found)}
         used = sum(size for size, _ in files.values())
         for key in self._least_useful([*files]) if used > self.max_bytes else ():
             if used <= self.max_bytes * 15 // 16:
                 break
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError, IsADirectoryError):
                 os.unlink(files[key][1])
             used -= files[key][0]
 
@@ -400,9 +436,6 @@ class Load:
         self.data = {key: store.host.get(key) for key in self.keys}
         self.on_disk = [key for key, data in self.data.items() if data is None]
         self.data |= {key: store.new_block() for key in self.on_disk}
-        n = len(self.on_disk) * store.block_size
-        n_host = len(to_load) * store.block_size - n
-        store.counts.update(kv_store_disk_tokens=n, kv_store_host_tokens=n_host)
         self.arrived = [threading.Event() for _ in store.layers]
         self.error: Exception | None = None
         self.stopped, device = False, store.layers[0][0].device
@@ -415,13 +448,19 @@ class Load:
         self.thread.start()
 
     def wait(self, layer: int) -> None:
-        """Until a layer has arrived; on a GPU the current stream waits."""
+        """Until a layer has arrived; on a GPU the current stream waits. With the last one all blocks
+        are loaded, and counted."""
         if layer < len(self.arrived):
             self.arrived[layer].wait()
             if self.error is not None:
                 raise self.error
             if self.events[layer] is not None:
                 torch.cuda.current_stream().wait_event(self.events[layer])
+        if layer == len(self.arrived) - 1:
+            n, size = len(self.on_disk), self.store.block_size
+            n_host = len(self.keys) - n
+            counted = dict(kv_store_disk_tokens=n * size, kv_store_host_tokens=n_host * size)
+            self.store.counts.update(counted)
 
     def stop(self) -> None:
         """End the thread and its copies; layers that have not arrived are not written."""
