@@ -161,7 +161,8 @@ from serving import compare_servers as COMPARE, disaggregated, disaggregated_rep
 from serving import failover as FAILOVER, finetune, kv_store as KVS, kv_transfer as KT
 from serving import length_batching as LB, lockstep as LOCKSTEP, metrics as METRICS
 from serving import migration as MIGRATION, openai_api as OA, paged_drafting as PD
-from serving import policies as POLICY, row_order as ROWS, run as SRUN, server as SV
+from serving import policies as POLICY, row_order as ROWS, run as SRUN
+from serving import runtime_adapters as RUNTIME, server as SV
 from serving import shared_models as SHARED, simulate as SIM, simulated_pools as POOLS
 from serving import simulated_replica as RP, time_sharing as TS, traces as TR, unacked as UNACKED
 from serving import variant_simulator as VS, variants as VA, vattention as VM
@@ -21895,7 +21896,9 @@ async def cancelled_run(engine: ASYNC.AsyncEngine) -> list:
 
 def test_adapters_over_http(tmp_path):
     """Each adapter is a model: listed, called by name, loaded and unloaded while another request
-    runs; a bad one is a 400 or 404 that harms nobody. Without a key only this machine may."""
+    runs, if the server allows it: from one folder, up to a number. A bad one, a file that would
+    block or fill memory, and a path out of the folder are a 400 that harms nobody and tells neither
+    where the folder is nor what is elsewhere."""
     model, tokenizer = http_small()
     model, folder = copy.deepcopy(model), adapter_folder(tmp_path / "a", model, 8)
     model.layer_groups, names = None, HF.hf_modules(model)
@@ -21907,45 +21910,95 @@ def test_adapters_over_http(tmp_path):
     for name, net in (("test", model), ("a", expected)):
         ids = tokenizer.encode("def f(", True)
         texts[name] = tokenizer.decode(ids + greedy_tokens(net, torch.tensor([ids]), 8))
+    outside = adapter_folder(tmp_path / "outside", http_small()[0], 4, seed=7)
+    shelf = tmp_path / "shelf"
+    (shelf / "empty").mkdir(parents=True)
+    shutil.copytree(folder, shelf / "a")
+    for name in ("fifo", "link", "huge", "deep", "alpha", "b"):
+        shutil.copytree(folder, shelf / name)
+    (shelf / "fifo" / LO.WEIGHTS).unlink()
+    os.mkfifo(shelf / "fifo" / LO.WEIGHTS)
+    (shelf / "link" / LO.WEIGHTS).unlink()
+    (shelf / "link" / LO.WEIGHTS).symlink_to(outside / LO.WEIGHTS)
+    os.truncate(shelf / "huge" / LO.WEIGHTS, 2**40)  # a sparse file
+    (shelf / "deep" / LO.CONFIG).write_text("x" * 2**21)
+    config = json.loads((folder / LO.CONFIG).read_text())
+    (shelf / "alpha" / LO.CONFIG).write_text(json.dumps(config | {"lora_alpha": 1e308}))
+    (shelf / "up").symlink_to(outside)
+    elsewhere = f"{outside} ../outside up link /etc /etc/passwd /root/.ssh nothing b/{LO.CONFIG}"
+    answers = set()
     with http_server(model, tokenizer, engine=dict(adapters=pool)) as (server, url):
-        server.adapters, server.read_adapter = pool, partial(SRUN.read_adapter, pool)
+        read = partial(SRUN.read_adapter, pool)
         server.model.adapters = pool.adapters
+        load = lambda name, path, **more: http_post(
+            url, "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path} | more
+        )
+        unload = lambda name: http_post(url, "/v1/unload_lora_adapter", {"lora_name": name})
         post = partial(http_post, url)
+        assert load("a", "a").status_code == unload("a").status_code == 403
+        server.adapters = RUNTIME.RuntimeAdapters(pool, read, shelf, max_adapters=2)
         assert post("/v1/completions", ask | {"model": "a"}).status_code == 404
         with ThreadPoolExecutor() as threads:
             slow = threads.submit(post, "/v1/completions", ask | {"max_tokens": 100})
-            for body, status, words in (
-                ({"lora_name": "a", "lora_path": str(tmp_path)}, 400, "adapter_config.json"),
-                ({"lora_name": "../a", "lora_path": str(folder)}, 400, "a name has letters"),
-                ({"lora_name": "test", "lora_path": str(folder)}, 400, "the model's own"),
-                ({"lora_name": "a", "lora_path": str(folder), "x": 1}, 400, "x is not supported"),
-                ({"lora_name": "a", "lora_path": str(folder)}, 200, "Success"),
-                ({"lora_name": "a", "lora_path": str(folder)}, 400, "loaded already"),
+            for name, path, status, words in (
+                ("a", "empty", 400, "adapter_config.json"),
+                ("../a", "a", 400, "a name has letters"),
+                ("test", "a", 400, "the model's own"),
+                ("a", "fifo", 400, "not a regular file"),
+                ("a", "huge", 400, "1099511627776 bytes"),
+                ("a", "deep", 400, "2097152 bytes"),
+                ("a", "alpha", 400, "is not finite"),
+                ("a", "a", 200, "Success"),
+                ("a", "a", 400, "loaded already"),
+                ("b", str(shelf / "b"), 200, "Success"),
+                ("c", "a", 400, "2 adapters are loaded"),
             ):
-                done = post("/v1/load_lora_adapter", body)
+                done = load(name, path)
                 assert (done.status_code, words in done.text) == (status, True), done.text
+                assert path.startswith("/") or str(tmp_path) not in done.text
+            assert load("a", "a", x=1).status_code == 400
             assert slow.result().status_code == 200
+        assert unload("b").status_code == 200
+        for path in elsewhere.split() + ["a\0b", "x" * 5000]:
+            done = load("b", path)
+            assert done.status_code == 400
+            answers.add(done.json()["error"]["message"])
+        assert len(answers) == 1, answers
         listed = httpx.get(f"{url}/v1/models").json()["data"]
         assert [m["id"] for m in listed] == ["test", "a"] and listed[1]["parent"] == "test"
         assert httpx.get(f"{url}/v1/models/a").json()["id"] == "a"
         for name, text in texts.items():
             done = post("/v1/completions", ask | {"model": name}).json()
             assert done["model"] == name and "def f(" + done["choices"][0]["text"] == text
-        assert post("/v1/unload_lora_adapter", {"lora_name": "b"}).status_code == 404
-        assert post("/v1/unload_lora_adapter", {"lora_name": "a"}).status_code == 200
+        assert unload("b").status_code == 404
+        assert unload("a").status_code == 200
         assert post("/v1/completions", ask | {"model": "a"}).status_code == 404
         assert not asyncio.run_coroutine_threadsafe(
             cancelled_run(server.engine), server.engine.loop
         ).result()
         assert post("/v1/completions", ask).status_code == 200
-        host = SimpleNamespace(host="10.0.0.1")
-        with pytest.raises(OA.APIError, match="from this machine"):
-            asyncio.run(server._adapter_fields(SimpleNamespace(client=host), "lora_name"))
-    with http_server(keys=(b"k",)) as (server, url):
+
+
+def test_adapters_of_other_keys_over_http(tmp_path):
+    """A key unloads the adapters that it loaded; those of --adapters belong to the first key."""
+    model, tokenizer = http_small()
+    model = copy.deepcopy(model)
+    adapter_folder(tmp_path / "a", model, 8)
+    model.layer_groups, pool = None, SRUN.make_pool(model)
+    post = lambda path, key, **body: (
+        http_post(url, f"/v1/{path}_lora_adapter", body, authorization=f"Bearer {key}").status_code
+    )
+    engine = dict(adapters=pool)
+    with http_server(model, tokenizer, keys=(b"k", b"l"), engine=engine) as (server, url):
+        read = partial(SRUN.read_adapter, pool)
+        pool.register(read("static", tmp_path / "a"))
+        server.adapters = RUNTIME.RuntimeAdapters(pool, read, tmp_path)
         for path in ("load", "unload"):
             assert http_post(url, f"/v1/{path}_lora_adapter", {}).status_code == 401
-        done = http_post(url, "/v1/load_lora_adapter", {}, authorization="Bearer k")
-        assert done.status_code == 400 and "start it with --adapters" in done.text
+        assert post("load", "l", lora_name="x", lora_path="a") == 200
+        assert post("unload", "k", lora_name="x") == post("unload", "l", lora_name="static") == 404
+        assert post("unload", "l", lora_name="x") == post("unload", "k", lora_name="static") == 200
+        assert not pool.adapters and not server.adapters.owners
 
 
 # --------------------------------------------------------------------------------------------------
@@ -30574,6 +30627,9 @@ BAD_GENERATE = f"""
 --serve [::]:80                             | --serve requires --api-key
 --serve 0 --api-key=                        | --api-key is empty
 x --api-key k                               | --api-key requires --serve
+--batch f --runtime-adapters .              | --runtime-adapters requires --serve
+--serve 0 --runtime-adapters /nowhere       | --runtime-adapters /nowhere no such folder
+--serve 0 --adapters= --set max_adapters=9  | --set max_adapters requires --runtime-adapters
 x --save=                                   | --save an empty path
 --dummy= --prompt-tokens 4                  | --dummy config.json
 x --speculate draft --draft-model=          | --draft-model config.json
@@ -30779,6 +30835,7 @@ GENERATE_EXCLUDES = """
 --cascade f       | --interactive --n=2 --tp=2 --batch=f --bench
 --kv-store f | --perplexity=f --bench --bench-serving --tp=2 --offload=cpu --early-exit=6:3
 --kv-store f --batch f | --set=prefix_cache=false --models=a=f
+--runtime-adapters f --serve 0 | --tp=2 --compile --finetune=f --models=a=f --adapter=f --cascade=f
 --models a=f --batch f | --adapters=b=f --tp=2 --compile --finetune=f --quantize=int8 --dummy=small
 --early-exit 6:3 | --interactive --compile --speculate=ngram --regex=a --tp=2 --batch=f --serve
 --kv-budget 0.5  | --batch=f --serve --bench-serving --attention=flash --compile --tp=2

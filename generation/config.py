@@ -230,8 +230,11 @@ class GenerateConfig(Settings):
         metavar="FILE")
     adapters: str | None = flag(
         None, "LoRA adapters in PEFT's format that requests of --batch (field adapter) and --serve "
-        "(field model) can name; --serve loads and unloads more at run time; '' has none at first",
-        metavar="NAME=DIR,...")
+        "(field model) can name", metavar="NAME=DIR,...")
+    runtime_adapters: Path | None = flag(
+        None, "clients of --serve may load adapters from folders in DIR, and unload theirs "
+        "(serving/runtime_adapters.py)", metavar="DIR")
+    max_adapters: int = rare(64, "adapters with --runtime-adapters at most", "1 or more")
     models: str | None = flag(
         None, "full fine-tunes of --checkpoint, which requests name like --adapters: tensors that "
         "are equal are stored once, batches are mixed (serving/shared_models.py); with the chat "
@@ -338,7 +341,8 @@ REQUIRES = [
     ("reference", "speculate=ngram|staged"),
     ("forced_acceptance", "speculate=ngram|draft|exit|mtp|head"),
     ("forced_acceptance", "bench bench_serving"),
-    ("adapters", "batch serve"), ("merge_adapters", "adapters"), ("models", "batch serve"),
+    ("adapters", "batch serve"), ("merge_adapters", "adapters runtime_adapters"), ("models", "batch serve"),
+    ("runtime_adapters", "serve"), ("max_adapters", "runtime_adapters"),
     *((name, "batch bench_serving serve program choices") for name in ENGINE.split()),
     *((name, "bench_serving") for name in (
         "request_rate", "arrival_cv", "input_tokens", "output_tokens", "shared_prefix",
@@ -400,6 +404,8 @@ EXCLUDES = [
     ("finetune", "adapter adapters", "the new adapter would be of other weights"),
     ("adapters", "adapter compile offload tp pp ep kv_cache_dtype=fp8 cascade",
      "its layers have weights in the KV cache of one device"),
+    ("runtime_adapters", "adapter compile offload tp pp ep kv_cache_dtype=fp8 cascade finetune "
+     "models kv_layout=virtual", "its layers have weights in the KV cache of one device"),
     ("merge_adapters", "quantize", "adapters are merged into 16-bit weights"),
     ("kv_layout=virtual", "adapters finetune", "adapters are kept in blocks of the paged cache"),
     ("kv_layout=virtual", "kv_cache_dtype", "its memory holds 16-bit KV"),
@@ -454,6 +460,10 @@ def parse_args(argv: list[str]) -> GenerateConfig:
         setattr(args, name, parse_size(args, name))
     for name in ("adapters", "models"):
         setattr(args, name, parse_folders(args, name))
+    if args.runtime_adapters is not None:
+        if not args.runtime_adapters.is_dir():
+            raise ValueError(f"--runtime-adapters {args.runtime_adapters}: no such folder")
+        args.adapters = args.adapters or []
     if args.disaggregate not in (None, "auto"):
         args.disaggregate = parse_placement(args.disaggregate)
     args.slo = parse_slo(args.slo)

@@ -445,6 +445,11 @@ class AdapterPool:
         what does not change: another thread may call it. ValueError says what is wrong with it."""
         _check(NAME.fullmatch(name), f"adapter {name!r}: a name has letters, digits, '.', '_', '-'")
         _check(rank <= MAX_RANK, f"adapter {name}: rank {rank} is more than {MAX_RANK}")
+        largest = torch.finfo(self.dtype).max
+        _check(
+            scale <= largest,
+            f"adapter {name}: lora_alpha / r, {scale:g}, is not finite in {self.dtype}",
+        )
         for module, (a, b) in weights.items():
             at = f"adapter {name}: {module}"
             _check(module in self.index, f"{at} is not one of {', '.join(TARGETS)} of a layer")

@@ -116,9 +116,7 @@ class RayReplica(Replica):
         super().__init__(argv, threads)
 
 
-def ray_rank_options(
-    rank: int, resources: dict[str, float], env: dict[str, str]
-) -> dict[str, Any]:
+def ray_rank_options(rank: int, resources: dict[str, float], env: dict[str, str]) -> dict[str, Any]:
     """Options of a task in a bundle of the placement group of this process."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -381,6 +379,8 @@ def start_replicas(own: argparse.Namespace, args: Any, argv: list[str]) -> Any:
         raise ValueError("--finetune: every replica would train it; use generate.py --serve")
     if args.cascade is not None:
         raise ValueError("--cascade: replicas have one model; use generate.py --serve")
+    if args.runtime_adapters is not None:
+        raise ValueError("--runtime-adapters: every replica has its own; use generate.py --serve")
     placement = check_disaggregate(own, args)
     low, _, high = own.replicas.partition(":")
     numbers = [low, high or low]

@@ -45,14 +45,18 @@ from huggingface.weights import hf_modules, load_checkpoint, read_config
 from model import CONFIGS, ModelConfig, Transformer
 from serving import batch as serving_batch
 from serving.adapter_merging import AdapterMerging
-from serving.adapters import NAME, Adapter, AdapterPool
+from serving.adapters import MAX_RANK, NAME, Adapter, AdapterPool
 from serving.disaggregated import Placement, Worker, placements, search
+from serving.kv_store import open_regular
 from serving.lockstep import follow, on_rank0
 from serving.paged_drafting import enable_speculative_decoding
 from serving.policies import make_policy
+from serving.runtime_adapters import RuntimeAdapters
 from serving.shared_models import ModelPool, ModulePerRow
 from serving.traces import FRESH, Arrival, generate
 from training.lora import read_adapters
+
+MAX_HEADER = 2**20  # bytes of an adapter's config, and of its file beside the weights
 
 
 def engine_options(args: GenerateConfig, model: Transformer) -> dict[str, Any]:
@@ -163,7 +167,19 @@ def read_adapter(pool: AdapterPool, name: str, folder: str | os.PathLike) -> Ada
     ValueError says what is wrong with it."""
     with torch.device("meta"):  # the names of quantized layers too
         names = hf_modules(Transformer(pool.model.config))
-    rank, alpha, weights = read_adapters(folder, pool.shapes, lambda x: names.get(x, x))
+    largest = 8 * MAX_RANK * sum(map(sum, pool.shapes.values())) + MAX_HEADER
+
+    def read(path: Path) -> bytes:
+        """A regular file: opening another may take for ever, and safetensors holds Python's lock
+        meanwhile."""
+        with open_regular(path) as f:
+            limit = MAX_HEADER if path.suffix == ".json" else largest
+            if (size := os.fstat(f.fileno()).st_size) > limit:
+                raise OSError(f"it has {size} bytes, more than {limit}")
+            return f.read()
+
+    found = read_adapters(folder, pool.shapes, lambda x: names.get(x, x), read)
+    rank, alpha, weights = found
     return pool.add(name, rank, alpha / rank, weights)
 
 
@@ -422,9 +438,12 @@ def serve(args: GenerateConfig) -> None:
     device = device_name(service.engine.model.embed.weight.device, args.mesh)
     pool = service.engine.adapters
     model.adapters = () if pool is None else pool.adapters
-    pool = pool if args.models is None else None
+    adapters = None
+    if args.runtime_adapters is not None:
+        read, folder = partial(read_adapter, pool), args.runtime_adapters
+        adapters = RuntimeAdapters(pool, read, folder, args.max_adapters)
     with saved_adapters(service):
-        serve_engine(args, make_engine, model, listener, device, pool)
+        serve_engine(args, make_engine, model, listener, device, adapters)
     broadcast_object(None)  # to `follow`
 
 
@@ -449,9 +468,9 @@ def cascade_engine(args: GenerateConfig, service: serving_batch.Service) -> Any:
 
 def serve_engine(
     args: GenerateConfig, make_engine: Any, model: Any, listener: socket.socket, where: str,
-    pool: AdapterPool | None = None,
+    adapters: RuntimeAdapters | None = None,
 ) -> None:  # fmt: skip
-    """Serve on a socket until a signal. pool: where adapters can be loaded at run time."""
+    """Serve on a socket until a signal."""
     from serving import server
 
     with address_errors(args):
@@ -459,8 +478,7 @@ def serve_engine(
     limits = server.Limits(args.max_queue, drain_timeout=args.drain_timeout)
     limits.request_timeout = args.request_timeout
     keys = tuple(key.encode() for key in args.api_key)
-    read = None if pool is None else partial(read_adapter, pool)
-    app = server.Server(make_engine, model, keys, limits, args.cors_origin, pool, read)
+    app = server.Server(make_engine, model, keys, limits, args.cors_origin, adapters)
     host, port = listener.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
     print(f"[{where}] {model.name}: http://{host}:{port}", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
 """An HTTP server with the OpenAI API, on one Engine: `python generate.py --serve [HOST:PORT]`.
 
     POST /v1/completions, /v1/chat/completions    with and without streaming (openai_api.py)
-    POST /v1/load_lora_adapter, /v1/unload_lora_adapter    an adapter is a model (adapters.py)
+    POST /v1/load_lora_adapter, /v1/unload_lora_adapter    with --runtime-adapters
     GET /v1/models    POST /tokenize, /detokenize    GET /health, /metrics    GET / a page
 
 The engine runs in a thread (async_engine.py); this file is what a server owes to its clients and to
@@ -52,11 +52,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from huggingface.tokenizer import one_line
 from paged_kv import Output, Sample
-from serving.adapters import Adapter, AdapterPool
 from serving.async_engine import AsyncEngine, Progress, Stats, Stream
 from serving.metrics import Metrics, log_line
 from serving.openai_api import APIError, Call, Model, ResponseWriter, encode, invalid
 from serving.openai_api import known_fields, parse_chat, parse_completion
+from serving.runtime_adapters import RuntimeAdapters
 from serving.unacked import UnackedTail
 
 PAGE = Path(__file__).parent / "page.html"
@@ -86,14 +86,14 @@ class Server:
     keys: tuple[bytes, ...] = ()
     limits: Limits = field(default_factory=Limits)
     origin: str = ""  # whose pages may call this server (CORS)
-    adapters: AdapterPool | None = None  # of the engine; None: it has none
-    read_adapter: Callable[[str, str], Adapter] | None = None  # name, folder -> not served yet
+    adapters: RuntimeAdapters | None = None  # None: clients may not load any
 
     def __post_init__(self):
         self.engine: AsyncEngine | None = None  # while it runs
         self.metrics, self.calls = Metrics(), Counts[str]()  # calls at present, by key
         self.draining = False
         self.compilations = asyncio.Semaphore(2)  # take seconds; other calls need threads too
+        self.changing_adapters = asyncio.Lock()  # one at a time: reading takes memory and a thread
         self.generations: dict[str, Generation] = {}  # by the id of the call
 
     def app(self) -> Starlette:
@@ -283,13 +283,15 @@ class Server:
 
     async def load_adapter(self, request: HTTPRequest) -> Response:
         """Read and check an adapter in a thread, then serve it: other requests run meanwhile."""
-        name, folder = await self._adapter_fields(request, "lora_name", "lora_path")
+        name, path = await self._adapter_fields(request, "lora_name", "lora_path")
         if name == self.model.name:
             raise APIError(400, f"lora_name {name!r} is the model's own", "lora_name")
         try:
-            async with self.compilations:
-                adapter = await asyncio.to_thread(self.read_adapter, name, folder)
-            await self.engine.run(partial(self.adapters.register, adapter))
+            async with self.changing_adapters:
+                self.adapters.check_room()
+                adapter = await asyncio.to_thread(self.adapters.read_from, name, path)
+                await self.engine.run(partial(self.adapters.pool.register, adapter))
+                self.adapters.owners[name] = request.state.key
         except ValueError as e:
             raise APIError(400, one_line(e), "lora_path") from None
         return Response(f"Success: LoRA adapter {name!r} added", media_type="text/plain")
@@ -298,17 +300,18 @@ class Server:
         """No new requests for an adapter; those that it has finish."""
         (name,) = await self._adapter_fields(request, "lora_name")
         try:
-            await self.engine.run(partial(self.adapters.remove, name))
+            async with self.changing_adapters:
+                self.adapters.check_owner(name, request.state.key, "0" if self.keys else "-")
+                await self.engine.run(partial(self.adapters.pool.remove, name))
+                self.adapters.owners.pop(name, None)
         except ValueError as e:
             raise APIError(404, one_line(e), "lora_name") from None
         return Response(f"Success: LoRA adapter {name!r} removed", media_type="text/plain")
 
     async def _adapter_fields(self, request: HTTPRequest, *names: str) -> list[str]:
-        """The fields of a body that changes the adapters, which a key or this machine may."""
-        if not self.keys and request.client.host not in ("127.0.0.1", "::1"):
-            raise APIError(403, "adapters are loaded from this machine, or with an --api-key")
+        """The fields of a body that changes the adapters."""
         if self.adapters is None:
-            raise APIError(400, "this server has no adapters; start it with --adapters")
+            raise APIError(403, "adapters are not loaded at run time: see --runtime-adapters")
         body = known_fields(await self._json(request), {"lora_name", "lora_path"}, self.model)
         for name in names:
             if not isinstance(body.get(name), str) or not body[name]:

@@ -36,8 +36,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -95,7 +95,7 @@ def apply_lora_(
 
 def _check_rank(rank: Any, alpha: Any) -> None:
     _check(type(rank) is int and rank > 0, f"rank must be an integer above 0, not {rank!r}")
-    ok = type(alpha) in (int, float) and 0 < alpha < math.inf
+    ok = type(alpha) in (int, float) and 0 < alpha <= sys.float_info.max
     _check(ok, f"alpha must be a number above 0, not {alpha!r}")
 
 
@@ -227,18 +227,19 @@ def load_adapters_(
 
 def read_adapters(
     folder: str | os.PathLike, shapes: Mapping[str, tuple[int, int]],
-    rename: Callable[[str], str] = str,
+    rename: Callable[[str], str] = str, read: Callable[[Path], bytes] = Path.read_bytes,
 ) -> tuple[int, float, dict[str, tuple[Tensor, Tensor]]]:  # fmt: skip
     """Rank, alpha, and A (rank, C) and B (F, rank) of each adapted module of a folder. shapes: C
-    and F of the modules that can be adapted. ValueError as in load_adapters_."""
+    and F of the modules that can be adapted. read: of a file, its bytes, or OSError. ValueError as
+    in load_adapters_."""
     from safetensors import SafetensorError
-    from safetensors.torch import load_file
+    from safetensors.torch import load
 
     folder = Path(folder)
-    rank, alpha = _read_config(folder / CONFIG)
+    rank, alpha = _read_config(folder / CONFIG, read)
     try:
-        tensors = load_file(folder / WEIGHTS)
-    except (OSError, SafetensorError) as e:
+        tensors = load(read(folder / WEIGHTS))
+    except (OSError, KeyError, SafetensorError) as e:  # KeyError: an unknown dtype
         raise ValueError(f"{folder / WEIGHTS}: cannot be read ({e}); save it again") from None
     wanted = {}
     for name in shapes:
@@ -258,10 +259,10 @@ def read_adapters(
     return rank, alpha, {name: (tensors[a], tensors[b]) for name, (a, b) in wanted.items()}
 
 
-def _read_config(path: Path) -> tuple[int, float]:
+def _read_config(path: Path, read: Callable[[Path], bytes]) -> tuple[int, float]:
     """(rank, alpha). ValueError if the config is not supported by LoRALinear."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(read(path))
         rank, alpha = config["r"], config["lora_alpha"]
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise ValueError(f"{path}: not a PEFT config with r and lora_alpha ({e!r})") from None
