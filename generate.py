@@ -358,7 +358,8 @@ def complete(args: GenerateConfig, text: str, gate: Any = None) -> bool:
 
     def run() -> RunTimings:
         stream = lambda: TextStream(tokenizer, ids if continues else (), args.grammar is not None)
-        new = lambda: Continuation(tokenizer, stream(), StopStrings(args.stop), eos, show)
+        stop, least = lambda: StopStrings(args.stop, tokenizer), args.min_new_tokens
+        new = lambda: Continuation(tokenizer, stream(), stop(), eos, show, min_tokens=least)
         rows[:] = [new() for _ in range(args.n)]
         steps = run_rows(decoder, ids, rows, args.max_new_tokens, args.logprobs, cached)
         return time_steps(steps, decoder, rows, energy)
@@ -554,8 +555,8 @@ def decode_speed(args: GenerateConfig, model: Transformer, batch: int) -> float:
 
 
 @torch.inference_mode()
-def run(args: GenerateConfig) -> None:
-    """Run the mode that the flags select."""
+def run(args: GenerateConfig) -> int:
+    """Run the mode that the flags select. Returns the exit code."""
     with process_group(args), open_gguf(args):
         if args.interactive:
             interactive_chat(args)
@@ -566,26 +567,28 @@ def run(args: GenerateConfig) -> None:
         elif args.quantize_report:
             quantize_report(args)
         elif any(map(args.is_on, ("choices", "batch", "serve", "program", "bench_serving"))):
-            run_engine(args)
+            return run_engine(args)
         else:
             generate(args)
+    return 0
 
 
-def run_engine(args: GenerateConfig) -> None:
-    """The modes of the continuous-batching engine."""
+def run_engine(args: GenerateConfig) -> int:
+    """The modes of the continuous-batching engine. Returns the exit code."""
     from generation import evaluate  # here: tqdm and the Engine take 0.1 s
     from serving import run as engine
 
     if args.choices is not None:
         evaluate.run(args)
     elif args.batch is not None:
-        engine.batch(args)
+        return engine.batch(args)
     elif args.serve is not None:
         engine.serve(args)
     elif args.program is not None:
         engine.program(args)
     else:
         engine.bench_serving(args)
+    return 0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -607,8 +610,9 @@ def main(argv: list[str] | None = None) -> int:
 def run_cli(argv: list[str]) -> int:
     """Run; print errors as one line on stderr. Returns the exit code."""
     try:
-        run(parse_args(argv))
+        code = run(parse_args(argv))
         sys.stdout.flush()
+        return code
     except BrokenPipeError:  # stdout was closed, for example by `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as e:

@@ -108,7 +108,7 @@ class SamplingParams:
     presence_penalty: float = 0.0  # tokens in the output: logit minus this
     frequency_penalty: float = 0.0  # tokens in the output: logit minus this per occurrence
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()  # added; -inf bans a token
-    min_new_tokens: int = 0  # no end-of-sequence token before this many new tokens
+    min_new_tokens: int = 0  # before this many no EOS, and a stop string that ends there is text
     seed: int = 0  # sample i uses seed + i
     max_new_tokens: int = 200
     ignore_eos: bool = False
@@ -137,6 +137,8 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         ok = isinstance(stop, (tuple, list)) and all(isinstance(s, str) and s for s in stop)
         _check(ok, f"stop must be non-empty strings, not {stop!r}")
+        ok = not any("\ud800" <= char <= "\udfff" for text in stop for char in text)
+        _check(ok, f"stop must be valid Unicode, not {stop!r}")
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
 

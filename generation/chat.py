@@ -14,7 +14,7 @@ from typing import Any
 
 from generation.config import GenerateConfig
 from huggingface.chat_template import ChatTemplate
-from huggingface.tokenizer import Continuation, StopStrings, TextStream, Tokenizer
+from huggingface.tokenizer import Continuation, StopStrings, TextStream, Tokenizer, check_utf8
 from paged_kv import SamplingParams
 
 STATE = dict(messages=list, ids=list, text=str, ids_match_text=bool, turn=int, ends=list)
@@ -67,7 +67,7 @@ class Chat:
         if self.template is None:
             text = self.text + line
         else:
-            text = self.template.render([*self.messages, {"role": "user", "content": line}])
+            text = self.template.prompt([*self.messages, {"role": "user", "content": line}])
         encode = partial(self.tokenizer.encode, bos=self.template is None)
         whole = encode(text)
         if self.ids_match_text and text.startswith(self.text):
@@ -154,6 +154,8 @@ class Chat:
 def chat_loop(args: GenerateConfig, chat: Chat, eos: Sequence[int], limit: int) -> None:
     """One reply per input line, in a cache of `limit` slots. Ctrl-C stops the reply, not the
     program."""
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(errors="surrogateescape")  # check_utf8 names the byte
     if chat.template is None:
         print("This checkpoint has no chat template: it continues your text.", file=sys.stderr)
     print(f"{limit} tokens of context. /reset: new conversation; /quit: exit.", file=sys.stderr)
@@ -166,7 +168,7 @@ def chat_loop(args: GenerateConfig, chat: Chat, eos: Sequence[int], limit: int) 
             print("new conversation", file=sys.stderr)
         elif line:
             try:
-                run_turn(args, chat, line, eos, limit)
+                run_turn(args, chat, check_utf8(line, "the line"), eos, limit)
             except ValueError as e:
                 print(f"generate.py: {e}", file=sys.stderr)
 
@@ -186,8 +188,9 @@ def run_turn(args: GenerateConfig, chat: Chat, line: str, eos: Sequence[int], li
     """Stream one reply, then print how many prompt tokens were cached."""
     show = partial(print, end="", flush=True)
     start, cached = time.perf_counter(), 0
+    stop = StopStrings(args.stop, chat.tokenizer)
     row = Continuation(
-        chat.tokenizer, TextStream(chat.tokenizer), StopStrings(args.stop), eos, show
+        chat.tokenizer, TextStream(chat.tokenizer), stop, eos, show, min_tokens=args.min_new_tokens
     )
     steps = chat.ask(line, args.sampling_params, args.max_new_tokens, row, limit)
     try:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from generation import kv_select
+from huggingface.tokenizer import check_utf8
 from model import CONFIGS
 from paged_kv import SamplingParams
 from serving.disaggregated import Placement
@@ -87,7 +88,7 @@ class GenerateConfig(Settings):
         1.0, "factor that penalizes tokens in prompt or output; 1: off")
     presence_penalty: float = rare(0.0, "subtracted from the logits of tokens in the output")
     frequency_penalty: float = rare(0.0, "subtracted from a logit per occurrence in the output")
-    min_new_tokens: int = rare(0, "no end-of-sequence token before this many")
+    min_new_tokens: int = rare(0, "neither EOS nor --stop ends the text before this many tokens")
     logit_bias: str = rare("", "ID:BIAS,... added to logits; -inf bans a token")
 
     # model and device
@@ -226,8 +227,8 @@ class GenerateConfig(Settings):
     batch: Path | None = flag(
         None, "run a JSONL file of requests: each line has prompt, messages or prompt_ids, "
         "optionally id, priority, fields (an object, which replaces {fields} in the prompt), regex "
-        "or json_schema (an object), and sampling fields, whose defaults are the flags above",
-        metavar="FILE")
+        "or json_schema (an object), and sampling fields, whose defaults are the flags above; - is "
+        "stdin. Exit code 1: some requests failed", metavar="FILE")
     adapters: str | None = flag(
         None, "LoRA adapters in PEFT's format that requests of --batch (field adapter) and --serve "
         "(field model) can name", metavar="NAME=DIR,...")
@@ -243,8 +244,8 @@ class GenerateConfig(Settings):
         False, "reorder the requests of --batch, and the fields of each, so that more prefixes are "
         "cached, and compute equal requests once; reads the whole file first")
     out: Path | None = flag(
-        None, "results of --batch (default: FILE.results.jsonl); existing results are kept",
-        metavar="FILE")
+        None, "results of --batch (default for x.jsonl: x.results.jsonl); existing results of the "
+        "same requests, flags and weights are kept", metavar="FILE")
     program: str | None = flag(
         None, "run a program of prompts, `async def main(p, prompt)` of FILE.py, or its function "
         "NAME (generation/programs.py)", metavar="FILE.py[:NAME]")
@@ -479,6 +480,9 @@ def parse_args(argv: list[str]) -> GenerateConfig:
 
 def check_values(args: GenerateConfig) -> None:
     """ValueError names a setting whose range check_limits does not know."""
+    for name in ("prompt", "system_prompt", "regex"):
+        shown = "the prompt" if name == "prompt" else args.shown(name)
+        check_utf8(getattr(args, name) or "", shown)
     if args.arrival_cv and not 0.01 <= args.arrival_cv <= 100:
         raise ValueError(f"--set arrival_cv must be 0 or from 0.01 to 100, not {args.arrival_cv}")
     if not args.request_rate >= 1e-6:

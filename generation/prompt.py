@@ -14,23 +14,34 @@ import torch
 
 from generation.config import GenerateConfig
 from huggingface.chat_template import load_chat_template
-from huggingface.tokenizer import Tokenizer
+from huggingface.tokenizer import Tokenizer, check_utf8
 from model import ModelConfig
 
 DEFAULT_PROMPT = "class Stack:\n    def __init__(self):\n"
 
 
 def prompt_text(args: GenerateConfig) -> str:
-    """The prompt: the argument, stdin, or the default; ValueError if it is empty."""
+    """The prompt: the argument, stdin if that is a file or a pipe, or the default. ValueError if it
+    is empty or not UTF-8."""
     text = args.prompt
-    if text == "-" or (text is None and stdin_is(stat.S_ISREG)):
-        text = sys.stdin.read()
+    if text == "-" or (text is None and (stdin_is(stat.S_ISREG) or stdin_is(stat.S_ISFIFO))):
+        text = read_stdin()
     elif text is None:
-        # an empty pipe counts as no prompt: schedulers and test runners start programs with one
-        text = (sys.stdin.read() if stdin_is(stat.S_ISFIFO) else "") or DEFAULT_PROMPT
+        text = DEFAULT_PROMPT
     if not text:
-        raise ValueError("the prompt is empty; give some text, as an argument or on stdin")
+        raise ValueError(
+            "the prompt is empty; give some text, as an argument or on stdin (</dev/null: the "
+            "default prompt)"
+        )
     return text
+
+
+def read_stdin() -> str:
+    """The text on stdin, with newlines as \n. ValueError names a byte that is not UTF-8."""
+    if not hasattr(sys.stdin, "buffer"):  # a StringIO
+        return sys.stdin.read()
+    text = sys.stdin.buffer.read().decode(errors="surrogateescape")
+    return check_utf8(text, "the prompt").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def stdin_is(kind: Callable[[int], bool]) -> bool:
@@ -53,12 +64,12 @@ def prompt_ids(
         template = load_chat_template(args.checkpoint)
         if template is None:
             raise ValueError(f"--chat: {args.checkpoint} has no chat template; remove --chat")
-        system = args.system_prompt
-        messages = [] if system is None else [{"role": "system", "content": system}]
-        messages.append({"role": "user", "content": text})
-        ids = tokenizer.encode(template.render(messages), bos=False)
-    else:
-        ids = tokenizer.encode(text)
+        text = template.prompt([{"role": "user", "content": text}], args.system_prompt)
+    try:
+        max_bytes = config.context * tokenizer.max_token_bytes
+        ids = tokenizer.encode_prompt(text, max_bytes, bos=not args.chat)
+    except ValueError as e:
+        raise ValueError(f"the prompt {e}") from None
     if not ids:
         raise ValueError("the prompt has no tokens; give some text")
     return ids

@@ -4,6 +4,9 @@ A template is a Jinja program in `chat_template.jinja`, else in `tokenizer_confi
 untrusted: it runs in Jinja's immutable sandbox, where access to Python internals is an error (in
 transformers some of it gives an empty string). There is no time limit.
 
+Messages of users (the API, --batch, --chat, --interactive) go through `parse_messages`, which gives
+templates role and text: what it does not know is refused, since a template would ignore it.
+
 Equivalence (test_all.py): the text that transformers 5 renders. Needs: jinja2, which comes with
 torch.
 """
@@ -26,6 +29,64 @@ from huggingface.tokenizer import TokenizerConfig, one_line, read_file
 
 if TYPE_CHECKING:
     import jinja2
+
+
+MESSAGE_FIELDS = ("role", "content", "name", "reasoning_content", "reasoning", "thinking")
+# of the API's answers: empty, as they are sent back, they ask for nothing
+RESPONSE_FIELDS = {"refusal", "tool_calls", "function_call", "audio", "annotations"}
+
+
+def parse_messages(messages: Any, system: str | None = None) -> list[dict[str, str]]:
+    """A user's messages in OpenAI's form as `ChatTemplate.render` takes them: the content is the
+    text of its parts, a field that is null is absent. system: the system message of a conversation
+    without one. ValueError begins with the field, as in messages[2].content[0].type."""
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("messages must be a list of one or more objects")
+    parsed = [_parse_message(m, f"messages[{i}]") for i, m in enumerate(messages)]
+    if system is not None and not any(m["role"] == "system" for m in parsed):
+        parsed = [{"role": "system", "content": system}, *parsed]
+    return parsed
+
+
+def _parse_message(message: Any, where: str) -> dict[str, str]:
+    if not isinstance(message, dict):
+        raise ValueError(f"messages must be a list of one or more objects; {where} is none")
+    given = {name: value for name, value in message.items() if value is not None}
+    for name, value in [*given.items()]:
+        # parsed: the openai package's reading of the content, which it sends back too
+        if name == "parsed" or name in RESPONSE_FIELDS and value in ([], ""):
+            del given[name]
+        elif name not in MESSAGE_FIELDS:
+            have = ", ".join(MESSAGE_FIELDS)
+            raise ValueError(f"{where}.{name} is not supported; supported: {have}")
+    if not isinstance(given.get("role"), str) or not given["role"]:
+        raise ValueError(f"{where}.role: every message must have a role")
+    given["content"] = _parse_content(given.get("content"), f"{where}.content")
+    for name, value in given.items():
+        if not isinstance(value, str):
+            raise ValueError(f"{where}.{name} must be text")
+    return given
+
+
+def _parse_content(content: Any, where: str) -> str:
+    """The text of a string, or of parts of type text."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise ValueError(f"{where} must be text or a list of parts of type text")
+    texts = []
+    for i, part in enumerate(content):
+        if not isinstance(part, dict):
+            raise ValueError(f"{where}[{i}] must be a part: an object with type and text")
+        if part.get("type") != "text":
+            raise ValueError(f"{where}[{i}].type must be text: content is text or parts of it")
+        for name, value in part.items():
+            if value is not None and name not in ("type", "text"):
+                raise ValueError(f"{where}[{i}].{name} is not supported; supported: type, text")
+        if not isinstance(part.get("text"), str):
+            raise ValueError(f"{where}[{i}].text must be text")
+        texts.append(part["text"])
+    return "".join(texts)
 
 
 class ChatTemplate:
@@ -55,6 +116,10 @@ class ChatTemplate:
                 f"{self.source}: chat template {name!r},{line} does not compile ({one_line(e)}); "
                 "copy it again or fix it"
             ) from None
+
+    def prompt(self, messages: Any, system: str | None = None) -> str:
+        """A user's messages (see parse_messages) as a prompt for the assistant's answer."""
+        return self.render(parse_messages(messages, system))
 
     def render(
         self, messages: list[dict[str, str]], add_generation_prompt: bool = True, **variables: Any

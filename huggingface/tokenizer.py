@@ -97,6 +97,21 @@ class Tokenizer:
         stream = TextStream(self)
         return "".join(map(stream.push, ids)) + stream.finish()
 
+    @cached_property
+    def max_token_bytes(self) -> int:
+        """Of the longest token: a text of n tokens has at most n times as many."""
+        return max(len(self.id_to_token(id).encode()) for id in range(self.vocab_size))
+
+    def encode_prompt(self, text: str, max_bytes: int, bos: bool = True) -> list[int]:
+        """encode() of a text from a user. ValueError, which the caller puts a name before: it is
+        longer than max_bytes, and is not tokenized, or is not valid Unicode."""
+        try:
+            if len(text.encode()) > max_bytes:
+                raise ValueError(f"is longer than {max_bytes} bytes, more than the context holds")
+            return self.encode(text, bos)
+        except UnicodeEncodeError as e:  # JSON can encode lone surrogates
+            raise ValueError(f"is not valid Unicode, at character {e.start}") from None
+
     def piece(self, id: int) -> str:
         """A single token for display: its text, a special token's name, or bytes <0xE2><0x96>."""
         data = self.token_bytes(id, before=id)
@@ -139,36 +154,54 @@ class TextStream:
 class StopStrings:
     """Truncates streamed text at the first stop string, which may span tokens.
 
-    The match is the stop string that ends earliest; on a tie, the longest.
+    The match is the stop string that ends earliest; on a tie, the longest. Special tokens add no
+    text, but the name of one in a stop string (`<|im_end|>`) is matched by that token: in `stop`
+    and in pushed text it is a mark, a surrogate, which no decoded text has.
     """
 
-    def __init__(self, stop: Sequence[str]):
+    def __init__(self, stop: Sequence[str], tokenizer: Tokenizer | None = None):
+        """tokenizer: whose special tokens stop strings may name."""
         if isinstance(stop, str) or not all(isinstance(s, str) and s for s in stop):
             raise ValueError(f"stop must be a list of non-empty strings, not {stop!r}")
-        self.stop = tuple(stop)
+        self.marks: dict[int, str] = {}  # by special token
+        self.stop = (
+            tuple(stop) if tokenizer is None else tuple(self._mark(s, tokenizer) for s in stop)
+        )
+        self.hidden = str.maketrans("", "", "".join(self.marks.values()))
         self.pending = ""
         self.found = False
 
-    def push(self, text: str) -> tuple[str, bool]:
+    def _mark(self, stop: str, tokenizer: Tokenizer) -> str:
+        for id in tokenizer.encode(stop, bos=False):
+            name = tokenizer.id_to_token(id)
+            if name in stop and tokenizer.token_bytes(id, id) is None:
+                stop = stop.replace(name, self.marks.setdefault(id, chr(0xD800 + len(self.marks))))
+        return stop
+
+    def push(self, text: str, may_end: bool = True) -> tuple[str, bool]:
         """Returns (text to emit, whether a stop string was found). Only text that may be the start
-        of a stop string is held back; the stop string and text after it are never emitted."""
+        of a stop string is held back; the stop string and text after it are never emitted.
+        may_end: whether a stop string may end in this text; else one that does is text."""
         if self.found:
             return "", True
-        text = self.pending + text
-        hits = [(start + len(s), start) for s in self.stop if (start := text.find(s)) >= 0]
+        n_old, text = len(self.pending), self.pending + text
+        hits = []
+        for s in self.stop if may_end else ():
+            if (start := text.find(s, max(0, n_old + 1 - len(s)))) >= 0:  # ends in the new text
+                hits.append((start + len(s), start))
         if hits:
             self.pending, self.found = "", True
-            return text[: min(hits)[1]], True
+            return text[: min(hits)[1]].translate(self.hidden), True
         end = max(0, len(text) + 1 - max(map(len, self.stop), default=1))
         while end < len(text) and not any(s.startswith(text[end:]) for s in self.stop):
             end += 1
         self.pending = text[end:]
-        return text[:end], False
+        return text[:end].translate(self.hidden), False
 
     def finish(self) -> str:
         """End of text: the text that was held back."""
         pending, self.pending = self.pending, ""
-        return pending
+        return pending.translate(self.hidden)
 
 
 @dataclass
@@ -184,13 +217,15 @@ class Continuation:
     text: str = ""
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     finish_reason: str | None = None  # "eos", "stop" or "length"
+    min_tokens: int = 0  # a stop string that ends within the first min_tokens is text
 
     def push(self, token: int) -> None:
         """Add a token. EOS and stop strings end the text and are not part of it."""
         self.tokens.append(token)
         if token in self.eos:
             return self.end("eos")
-        text, found = self.stop.push(self.stream.push(token))
+        text = self.stop.marks.get(token) or self.stream.push(token)
+        text, found = self.stop.push(text, len(self.tokens) > self.min_tokens)
         self._emit(text)
         if found:
             self.end("stop")
@@ -199,7 +234,7 @@ class Continuation:
         """No more tokens: emit the text that was held back."""
         if self.finish_reason is None:
             self.finish_reason = reason
-            text, found = self.stop.push(self.stream.finish())
+            text, _ = self.stop.push(self.stream.finish(), len(self.tokens) > self.min_tokens)
             self._emit(text + self.stop.finish())
 
     def _emit(self, text: str) -> None:
@@ -255,6 +290,17 @@ def diagnose_file(data: bytes) -> str:
             "tokenizer.json from the model's Hugging Face folder"
         )
     return "it is damaged or truncated; copy it again from its source"
+
+
+def check_utf8(text: str, name: str) -> str:
+    """The text, of an argument or stdin, whose bytes were decoded with surrogateescape. ValueError
+    names the first byte that is not UTF-8."""
+    try:
+        text.encode(errors="surrogateescape").decode()
+    except UnicodeDecodeError as e:
+        at = f"byte 0x{e.object[e.start]:02x} at offset {e.start}"
+        raise ValueError(f"{name} is not UTF-8: {at}; convert it") from None
+    return text
 
 
 def one_line(e: object) -> str:

@@ -3,14 +3,15 @@
 The Engine schedules token ids and KV blocks; it knows neither text nor files. This file adds:
 
     Service       requests in, results out: streamed text, stop strings, EOS, log-probabilities
-    run_batch     --batch: a JSONL file of requests to a JSONL file of results
+    run_batch     --batch: a JSONL file of requests to a JSONL file of results (batch_file.py)
     replay        --bench-serving: a trace's requests at their arrival times, in real time
 
 A request file may be long or have invalid lines, and the process may die halfway. So the file is
 read only as fast as the engine needs it; an invalid line gets an error result that names line and
 field and does not affect the others; each result is written in one piece as soon as it is finished.
 The results file is the whole state of a run: a restart removes an incomplete last line and skips
-the requests that have a result. (--reorder reads the whole file first: serving/row_order.py.)
+the requests that have a result; a file of other requests, flags or weights is refused. (--reorder
+reads the whole file first: serving/row_order.py.)
 
 In the benchmark, latencies count from a request's arrival time, not from when the engine admits it:
 queueing must not make a slow engine look faster.
@@ -55,6 +56,7 @@ from huggingface.tokenizer import (
     Continuation, StopStrings, TextStream, Tokenizer, logprob_entry, one_line,
 )  # fmt: skip
 from paged_kv import Engine, Output, PagedKVCache, SamplingParams, Sequence
+from serving.batch_file import Id, RequestLine, Results, request_lines
 from serving.kv_transfer import continued, import_request
 from serving.paged_drafting import jump_forced_tokens
 from serving.row_order import fields_text, group_requests
@@ -104,8 +106,7 @@ def build_engine(
 # Requests and results
 # --------------------------------------------------------------------------------------------------
 
-Id = str | int
-Line = tuple[Id, int, dict[str, Any] | ValueError]  # id, line, its object or why it is invalid
+Owner = tuple[Id, int, str]  # id, line and hash of a request
 Result = dict[str, Any]
 QUEUE_FACTOR = 4  # the engine queues at most 4 x max_num_seqs requests, ordered by its policy
 
@@ -123,12 +124,13 @@ class Request:
     continues: bool = True  # False: a chat reply, detokenized without the prompt
     on_text: Callable[[int, str], Any] | None = None  # called with (sample, new text)
     samples: dict[int, Continuation] = field(default_factory=dict)
-    duplicates: list[tuple[Id, int]] = field(default_factory=list)  # (id, line) of equal requests
+    hash: str = ""  # of a RequestLine
+    duplicates: list[Owner] = field(default_factory=list)  # equal requests
 
     @property
-    def owners(self) -> list[tuple[Id, int]]:
-        """(id, line) of every request that gets the result."""
-        return [(self.id, self.line), *self.duplicates]
+    def owners(self) -> list[Owner]:
+        """Every request that gets the result."""
+        return [(self.id, self.line, self.hash), *self.duplicates]
 
 
 class Service:
@@ -148,6 +150,8 @@ class Service:
     ) -> Output:
         """Queue a request. prompt_logprobs: see Engine.add. ValueError if it is invalid; the engine
         is then unchanged."""
+        if request.params.adapter is not None and self.engine.adapters is None:
+            raise ValueError(f"adapter {request.params.adapter!r} requires --adapters or --models")
         self.compile_grammar(request)
         ids, params = request.ids, request.params
         more = dict(priority=request.priority, client=request.client)
@@ -196,11 +200,12 @@ class Service:
         request, i = seq.request.id, seq.index
         if request.params.grammar is not None:
             jump_forced_tokens(self.engine)
-        prompt = request.ids if request.continues else ()
-        stream = TextStream(self.tokenizer, prompt, request.params.grammar is not None)
-        stop, eos = StopStrings(request.params.stop), () if request.params.ignore_eos else self.eos
+        prompt, params = request.ids if request.continues else (), request.params
+        stream = TextStream(self.tokenizer, prompt, params.grammar is not None)
+        stop, eos = StopStrings(params.stop, self.tokenizer), () if params.ignore_eos else self.eos
         on_text = partial(request.on_text, i) if request.on_text else lambda text: None
-        request.samples[i] = Continuation(self.tokenizer, stream, stop, eos, on_text)
+        parts = self.tokenizer, stream, stop, eos, on_text
+        request.samples[i] = Continuation(*parts, min_tokens=params.min_new_tokens)
         return request.samples[i]
 
     def results(self, requests: RequestFile) -> Iterator[Result]:
@@ -228,7 +233,8 @@ class Service:
                     yield from requests.error_results(request.owners, output.error)
                 elif output.finished:
                     result = self._result(request, output)
-                    yield from (result | {"id": id, "line": line} for id, line in request.owners)
+                    for id, line, hash in request.owners:
+                        yield result | {"id": id, "line": line, "hash": hash}
 
     def _result(self, request: Request, output: Output) -> Result:
         """The keys of generate.py --json, for the first sample; with n > 1, `samples` has all."""
@@ -253,7 +259,6 @@ class Service:
 PROMPT_FIELDS = ("prompt", "messages", "prompt_ids")
 PARAM_FIELDS = tuple(f.name for f in fields(SamplingParams) if f.name != "grammar")
 GRAMMAR_FIELDS = {"regex", "json_schema"}
-MAX_DEPTH = 100  # of nested JSON
 FIELDS = ("id", "priority", "client", *PROMPT_FIELDS, "fields", *PARAM_FIELDS, *GRAMMAR_FIELDS)
 
 
@@ -264,7 +269,7 @@ class RequestFile:
     that of all lines, so that it and the fields are the same when a run is resumed."""
 
     path: Path
-    previous_results: Mapping[tuple[Id, int], bool]  # (id, line) -> whether the result is an error
+    previous_results: Results
     tokenizer: Tokenizer
     template: ChatTemplate | None
     system: str | None  # system message for conversations without one
@@ -273,6 +278,8 @@ class RequestFile:
     # returns read() of rank 0 on every rank: only rank 0 reads the file
     rank0_then_broadcast: Callable[[Callable[[], Any]], Any] = lambda read: read()
     reorder: bool = False
+    run_hash: str = ""  # of what all results depend on
+    max_bytes: int = 2**20  # of a prompt: a longer one cannot fit, and is not tokenized
 
     def __iter__(self) -> Iterator[Request | Result]:
         items = self._read()
@@ -280,20 +287,21 @@ class RequestFile:
             yield item
 
     def _read(self) -> Iterator[Request | Result]:
-        groups: Iterable[list[Line]] = ([line] for line in self._lines())
+        lines = request_lines(self.path, self.run_hash, self.previous_results)
+        groups: Iterable[list[RequestLine]] = ([line] for line in lines)
         if self.reorder:
-            lines = list(groups)
-            invalid = [group for group in lines if isinstance(group[0][2], ValueError)]
-            valid = [group[0] for group in lines if not isinstance(group[0][2], ValueError)]
-            order = group_requests([values for *_, values in valid], PROMPT_FIELDS)
+            lines = list(lines)
+            invalid = [[line] for line in lines if isinstance(line.values, ValueError)]
+            valid = [line for line in lines if not isinstance(line.values, ValueError)]
+            order = group_requests([line.values for line in valid], PROMPT_FIELDS)
             groups = chain(invalid, ([valid[i] for i in same] for same in order))
         for group in groups:
-            owners = [x[:2] for x in group if x[:2] not in self.previous_results]
+            owners = [x[:3] for x in group if x[:2] not in self.previous_results]
             if owners:
-                yield from self._parse(group[0][2], owners)
+                yield from self._parse(group[0].values, owners)
 
     def _parse(
-        self, values: dict[str, Any] | ValueError, owners: list[tuple[Id, int]]
+        self, values: dict[str, Any] | ValueError, owners: list[Owner]
     ) -> Iterator[Request | Result]:
         """The request of equal lines, or their error results."""
         try:
@@ -306,30 +314,14 @@ class RequestFile:
             request.duplicates = owners[1:]
             yield request
 
-    def _lines(self) -> Iterator[Line]:
-        """Each line that is not empty."""
-        first: dict[Id, int] = {}  # id -> number of the first line with it
-        with open(self.path, "rb") as file:
-            for line, raw in enumerate(file, 1):
-                if not raw.strip():
-                    continue
-                id: Id = line
-                try:
-                    values = _json_object(raw)
-                    id = _parse_id(values, line)
-                    if (other := first.setdefault(id, line)) != line:
-                        raise ValueError(f"id {id!r} is already used by line {other}; give another")
-                    yield id, line, values
-                except ValueError as e:
-                    first.setdefault(id, line)  # without a readable id: the line number
-                    yield id, line, e
+    def error_results(self, owners: Iterable[Owner], error: object) -> Iterator[Result]:
+        """The results of requests that failed."""
+        for id, line, hash in owners:
+            text = f"{self.path}, line {line}: {one_line(error)}"
+            yield {"id": id, "line": line, "error": text, "hash": hash}
 
-    def error_results(self, owners: Iterable[tuple[Id, int]], error: object) -> Iterator[Result]:
-        """The results of requests that failed, each (id, line)."""
-        for id, line in owners:
-            yield {"id": id, "line": line, "error": f"{self.path}, line {line}: {one_line(error)}"}
-
-    def _request(self, values: dict[str, Any], id: Id, line: int) -> Request:
+    def _request(self, values: dict[str, Any], id: Id, line: int, hash: str) -> Request:
+        values = {name: value for name, value in values.items() if value is not None}
         for name in [name for name in values if name not in FIELDS]:
             close = difflib.get_close_matches(name, FIELDS, 1)
             hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(FIELDS)}"
@@ -352,7 +344,8 @@ class RequestFile:
             given["max_new_tokens"] = min(self.defaults.max_new_tokens, room)
         params = replace(self.defaults, **given)
         continues = "messages" not in values
-        return Request(id, line, ids, params, priority, client, continues=continues)
+        more = dict(continues=continues, hash=hash)
+        return Request(id, line, ids, params, priority, client, **more)
 
     def _prompt_ids(self, values: dict[str, Any]) -> list[int]:
         given = [name for name in PROMPT_FIELDS if name in values]
@@ -372,42 +365,14 @@ class RequestFile:
             return value
         if self.template is None:
             raise ValueError("messages: the checkpoint has no chat template; give a prompt")
-        if not isinstance(value, list) or not value or not all(isinstance(m, dict) for m in value):
-            raise ValueError("messages must be a list of one or more objects")
-        if self.system is not None and not any(m.get("role") == "system" for m in value):
-            value = [{"role": "system", "content": self.system}, *value]
-        text = _insert_fields(self.template.render(value), values)
+        text = _insert_fields(self.template.prompt(value, self.system), values)
         return self._encode(text, bos=False)
 
     def _encode(self, text: str, bos: bool) -> list[int]:
         try:
-            return self.tokenizer.encode(text, bos)
-        except UnicodeEncodeError as e:  # JSON can encode lone surrogates
-            raise ValueError(f"the prompt is not valid text: {e}") from None
-
-
-def _json_object(raw: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(raw.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as e:
-        raise ValueError(f"not JSON ({one_line(e)}); fix the line") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"must be a JSON object, not a {type(value).__name__}")
-    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH:  # so many brackets may be nested
-        level = [value]
-        for _ in range(MAX_DEPTH):
-            nested = (x for x in level if isinstance(x, (dict, list)))
-            level = [*chain(*(x.values() if isinstance(x, dict) else x for x in nested))]
-        if level:
-            raise ValueError(f"nested more than {MAX_DEPTH} deep")
-    return value
-
-
-def _parse_id(values: dict[str, Any], default: Any) -> Id:
-    id = values.get("id", default)
-    if type(id) not in (str, int):
-        raise ValueError(f"id must be a string or an integer, not {id!r}")
-    return id
+            return self.tokenizer.encode_prompt(text, self.max_bytes, bos)
+        except ValueError as e:
+            raise ValueError(f"the prompt {e}") from None
 
 
 def _insert_fields(text: str, values: dict[str, Any]) -> str:
@@ -430,40 +395,13 @@ def parse_logit_bias(bias: Any) -> dict[int, Any]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Results files
+# Results
 # --------------------------------------------------------------------------------------------------
 
-LINE_START = b'{"id": '  # the first bytes of every line of a results file
 
-
-def read_results(path: Path) -> dict[tuple[Id, int], bool]:
-    """The requests that a results file has results for: (id, line) -> whether it is an error.
-
-    Truncates an incomplete last line. ValueError if it is not a results file, which is then
-    unchanged.
-    """
-    found: dict[tuple[Id, int], bool] = {}
-    if not path.exists():
-        return found
-    complete_bytes = 0
-    with open(path, "r+b") as file:
-        for line, raw in enumerate(file, 1):
-            if not raw.endswith(b"\n") and raw[: len(LINE_START)] == LINE_START[: len(raw)]:
-                break
-            try:
-                result = _json_object(raw)
-                found[_parse_id(result, None), result["line"]] = "error" in result
-            except (ValueError, KeyError, TypeError):
-                fix = "delete the file or give another --out"
-                raise ValueError(f"{path}, line {line}: not a result; {fix}") from None
-            complete_bytes += len(raw)
-        file.truncate(complete_bytes)
-    return found
-
-
-def run_batch(service: Service, requests: RequestFile, out: Path) -> str:
+def run_batch(service: Service, requests: RequestFile, out: Path) -> tuple[str, int]:
     """Run the requests that have no result yet, and append each result to `out` as a line. Returns
-    a summary line."""
+    a summary line, and how many results of all runs are errors."""
     total, done, errors, start = None, 0, 0, time.perf_counter()
     if requests.path.is_file():  # a pipe can be read only once
         with open(requests.path, "rb") as file:
@@ -476,14 +414,15 @@ def run_batch(service: Service, requests: RequestFile, out: Path) -> str:
             file.flush()
             done, errors = done + 1, errors + ("error" in result)
             bar.update()
-    line = f"{done} requests, {errors} errors"
+    line, earlier = f"{done} requests, {errors} errors", sum(r.is_error for r in previous.values())
     if previous:
-        line += f" (earlier runs: {len(previous)}, {sum(previous.values())} errors)"
+        line += f" (earlier runs: {len(previous)}, {earlier} errors)"
     if done > errors:
         line += f"; {stats_line(service, time.perf_counter() - start)}"
-    if errors + sum(previous.values()):
-        line += f"; to retry failed requests, delete their lines in {out}"
-    return line
+    line += f"; results: {out}"
+    if errors + earlier:
+        line += "; to retry failed requests, delete their lines there"
+    return line, errors + earlier
 
 
 def stats_line(service: Service, seconds: float) -> str:

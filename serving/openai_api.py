@@ -1,10 +1,12 @@
 """The OpenAI API's completions and chat completions: request bodies, response objects and chunks.
 
 `parse_completion` and `parse_chat` turn a JSON body into a Call: the Engine's requests and how the
-answer is to look. Every field is read or refused with a 400 that names it, as is every value that
-this engine cannot honour; a field that is null counts as absent. Fields that the OpenAI API lacks
-and vLLM has (top_k, min_p, repetition_penalty, min_tokens, ignore_eos) have vLLM's names. Defaults
-are the API's, not generate.py's: temperature 1, a random seed, 16 tokens for a completion.
+answer is to look. Every field, at every depth, is read or refused with a 400 that names it, as is
+every value that this engine cannot honour. A field that is null counts as absent (but in a JSON
+schema), and so does one that is not supported with a value that asks for nothing (ASKS_NOTHING).
+Fields that the OpenAI API lacks and vLLM has (top_k, min_p, repetition_penalty, min_tokens,
+ignore_eos) have vLLM's names. Defaults are the API's, not generate.py's: temperature 1, a random
+seed, 16 tokens for a completion.
 
 Only Python dictionaries come in and go out: serving/server.py speaks HTTP. Reference: OpenAI API
 reference, completions and chat; the `openai` package parses every response in test_all.py.
@@ -15,6 +17,7 @@ from __future__ import annotations
 if __name__ == "__main__":
     raise SystemExit("this is a part of generate.py; run: python generate.py --help")
 
+import re
 import secrets
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
@@ -42,6 +45,14 @@ SAMPLING = {  # field of a body -> of SamplingParams
 COMMON = {*SAMPLING, "model", "stream", "stream_options", "user", "response_format", "max_tokens"}
 COMPLETION = COMMON | {"prompt", "echo", "logprobs", "best_of"}
 CHAT = COMMON | {"messages", "max_completion_tokens", "logprobs", "top_logprobs"}
+ASKS_NOTHING = {  # fields that are not supported -> values with which they have no effect
+    "tools": ([],), "functions": ([],), "tool_choice": ("none",), "function_call": ("none",),
+    "parallel_tool_calls": (True, False), "modalities": (["text"],), "store": (False,),
+    "suffix": ("",), "stop_token_ids": ([],), "include_obfuscation": (False,),
+}  # fmt: skip
+RESPONSE_FORMATS = {"text": (), "json_object": (), "json_schema": ("json_schema",)}  # their fields
+JSON_SCHEMA = {"name": str, "description": str, "strict": bool}  # have no effect: always strict
+MAX_STOP_CHARS = 1000  # of a stop string
 
 
 class APIError(Exception):
@@ -90,6 +101,7 @@ class Call:
     include_usage: bool = False
     echo: bool = False
     top_logprobs: int | None = None
+    max_tokens_field: str = "max_tokens"  # that the body has, for errors
     no_output: bool = False  # max_tokens 0: the prompt's log-probabilities alone
     user: str = ""
     id: str = ""
@@ -115,7 +127,7 @@ def parse_completion(body: Mapping[str, Any], model: Model) -> Call:
     echo, top = _typed(body, "echo", bool, False), _integer(body, "logprobs", MAX_LOGPROBS)
     tokens = body.get("max_tokens", 16)
     no_output = echo and type(tokens) is int and tokens == 0
-    params = _sampling_params(body, model, 1 if no_output else tokens, top, chat=False)
+    params = _sampling_params(body, model, 1 if no_output else tokens, top)
     if (best_of := body.get("best_of", params.n)) != params.n or type(best_of) is not int:
         raise APIError(400, f"best_of must equal n ({params.n}), not {best_of!r}", "best_of")
     requests = [Request("", 0, ids, params) for ids in prompts]
@@ -135,20 +147,16 @@ def parse_chat(body: Mapping[str, Any], model: Model) -> Call:
     if {"max_tokens", "max_completion_tokens"} <= body.keys():
         raise APIError(400, "give max_completion_tokens or max_tokens, not both", "max_tokens")
     room = max(1, model.context - len(ids))
-    tokens = body.get("max_completion_tokens", body.get("max_tokens", room))
-    params = _sampling_params(body, model, tokens, top, chat=True)
+    name = "max_tokens" if "max_tokens" in body else "max_completion_tokens"
+    params = _sampling_params(body, model, body.get(name, room), top, name)
     request = Request("", 0, ids, params, continues=False)
-    return Call([request], chat=True, top_logprobs=top, **_stream_fields(body))
+    options = dict(top_logprobs=top, max_tokens_field=name) | _stream_fields(body)
+    return Call([request], chat=True, **options)
 
 
 def known_fields(body: Any, fields: Set[str], model: Model) -> dict[str, Any]:
     """The fields that are not null. APIError for one that is not supported, or another model."""
-    if not isinstance(body, dict):
-        raise APIError(400, "the body must be a JSON object")
-    body = {name: value for name, value in body.items() if value is not None}
-    for name in sorted(body.keys() - fields):
-        text = f"{name} is not supported; supported: {', '.join(sorted(fields))}"
-        raise APIError(400, text, name)
+    body = _object(body, "", fields)
     name, names = body.get("model", model.name), [model.name, *model.adapters]
     if name not in names:
         have = ", ".join(map(repr, names))
@@ -156,14 +164,29 @@ def known_fields(body: Any, fields: Set[str], model: Model) -> dict[str, Any]:
     return body
 
 
+def _object(value: Any, path: str, fields: Collection[str]) -> dict[str, Any]:
+    """The fields of an object that are not null. path: of the object in the body, "" for that."""
+    if not isinstance(value, dict):
+        raise APIError(400, f"{path or 'the body'} must be a JSON object", path or None)
+    given = {name: x for name, x in value.items() if x is not None}
+    for name in sorted(given.keys() - set(fields)):
+        if given[name] not in ASKS_NOTHING.get(name, ()):
+            at = f"{path}.{name}" if path else name
+            text = f"{at} is not supported; supported: {', '.join(sorted(fields))}"
+            raise APIError(400, text, at)
+        del given[name]
+    return given
+
+
 def _sampling_params(
-    body: Mapping[str, Any], model: Model, max_tokens: Any, logprobs: int | None, chat: bool
-) -> SamplingParams:
+    body: Mapping[str, Any], model: Model, max_tokens: Any, logprobs: int | None,
+    max_tokens_field: str = "max_tokens",
+) -> SamplingParams:  # fmt: skip
     given = {ours: body[name] for name, ours in SAMPLING.items() if name in body}
     given.setdefault("seed", secrets.randbits(31))
     given["adapter"] = body["model"] if body.get("model") in model.adapters else None
     try:
-        given["grammar"] = from_response_format(body.get("response_format", {"type": "text"}))
+        given["grammar"] = from_response_format(_response_format(body))
     except ValueError as e:
         raise APIError(400, str(e), "response_format") from None
     if "logit_bias" in given:
@@ -173,10 +196,32 @@ def _sampling_params(
     stop = given.get("stop", ())
     if isinstance(stop, list) and len(stop) > MAX_STOP:
         raise APIError(400, f"stop has {len(stop)} strings; at most {MAX_STOP}", "stop")
+    for text in [stop] if isinstance(stop, str) else stop if isinstance(stop, list) else ():
+        if isinstance(text, str) and len(text) > MAX_STOP_CHARS:
+            raise APIError(400, f"stop: a string has at most {MAX_STOP_CHARS} characters", "stop")
     try:
         return SamplingParams(**given, max_new_tokens=max_tokens, logprobs=logprobs)
     except ValueError as e:
-        raise invalid(e, chat) from None
+        raise invalid(e, max_tokens_field) from None
+
+
+def _response_format(body: Mapping[str, Any]) -> dict[str, Any]:
+    """response_format with known fields only; what is under `schema` is json_schema.py's."""
+    name = "response_format"
+    given = body.get(name, {"type": "text"})
+    kind = given.get("type") if isinstance(given, dict) else None
+    if not isinstance(kind, str) or kind not in RESPONSE_FORMATS:
+        raise APIError(400, f"{name}.type must be {', '.join(RESPONSE_FORMATS)}", f"{name}.type")
+    given = _object(given, name, {"type", *RESPONSE_FORMATS[kind]})
+    if kind != "json_schema":
+        return given
+    path = f"{name}.{kind}"
+    spec = _object(given.get(kind), path, {"schema", *JSON_SCHEMA})
+    for key, wanted in JSON_SCHEMA.items():
+        if key in spec and type(spec[key]) is not wanted:
+            text = f"{path}.{key} must be of type {wanted.__name__}"
+            raise APIError(400, text, f"{path}.{key}")
+    return given | {kind: spec}
 
 
 def _logit_bias(bias: Any) -> dict[int, float]:
@@ -191,10 +236,10 @@ def _logit_bias(bias: Any) -> dict[int, float]:
     return bias
 
 
-def invalid(e: ValueError, chat: bool) -> APIError:
+def invalid(e: ValueError, max_tokens_field: str) -> APIError:
     """The Engine's ValueError, in the API's names."""
     text = str(e).replace("min_new_tokens", "min_tokens")
-    text = text.replace("max_new_tokens", "max_completion_tokens" if chat else "max_tokens")
+    text = text.replace("max_new_tokens", max_tokens_field)
     field = text.split()[0]
     return APIError(400, text, field if field in COMPLETION | CHAT else None)
 
@@ -229,53 +274,52 @@ def _prompts(prompt: Any, model: Model) -> list[list[int]]:
 def encode(text: str, model: Model, field: str, bos: bool = True) -> list[int]:
     """The token ids of a text. APIError names the field."""
     try:
-        if len(text.encode()) > model.max_bytes:
-            raise APIError(400, f"{field} is longer than {model.max_bytes} bytes", field)
-        return model.tokenizer.encode(text, bos)
-    except UnicodeEncodeError:  # JSON can encode lone surrogates
-        raise APIError(400, f"{field} is not valid Unicode", field) from None
+        return model.tokenizer.encode_prompt(text, model.max_bytes, bos)
+    except ValueError as e:
+        raise APIError(400, f"{field} {e}", field) from None
+
+
+def parse_tokenize(body: Any, model: Model) -> list[int]:
+    """A body of POST /tokenize -> the token ids. APIError names the field."""
+    body = known_fields(body, {"model", "prompt", "add_special_tokens"}, model)
+    bos = _typed(body, "add_special_tokens", bool, True)
+    return encode(_typed(body, "prompt", str, None), model, "prompt", bos)
+
+
+def parse_detokenize(body: Any, model: Model) -> str:
+    """A body of POST /detokenize -> the text. APIError names the field."""
+    ids, V = known_fields(body, {"model", "tokens"}, model).get("tokens"), model.vocab_size
+    if isinstance(ids, list) and len(ids) > model.context:
+        raise APIError(400, f"tokens has {len(ids)} ids; at most {model.context}", "tokens")
+    if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < V for i in ids):
+        raise APIError(400, f"tokens must be a list of token ids below {V}", "tokens")
+    return model.tokenizer.decode(ids)
 
 
 def _chat_prompt(messages: Any, model: Model) -> list[int]:
     if model.template is None:
         raise APIError(400, "this model has no chat template; use /v1/completions", "messages")
-    ok = isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages)
-    if not ok:
-        raise APIError(400, "messages must be a list of one or more objects", "messages")
-    for message in messages:
-        if not isinstance(message.get("role"), str):
-            raise APIError(400, "messages: every message must have a role", "messages")
-        for name in message.keys() - {"role", "content", "name", "reasoning_content"}:
-            raise APIError(400, f"messages: {name} is not supported", f"messages.{name}")
-    texts = [message | {"content": _text(message.get("content"))} for message in messages]
     try:
-        prompt = model.template.render(texts)
-    except ValueError as e:  # its message begins with the file
+        prompt = model.template.prompt(messages)
+    except ValueError as e:  # of the template, it begins with the file
         text = str(e).removeprefix(f"{model.template.source}: ")
+        if text.startswith("messages"):
+            raise APIError(400, text, re.match(r"[\w.\[\]]+", text)[0]) from None
         raise APIError(400, f"messages: {text}", "messages") from None
     return encode(prompt, model, "messages", bos=False)
-
-
-def _text(content: Any) -> str:
-    """The text of a message's content: a string, or parts of type text."""
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    for part in parts:
-        is_text = isinstance(part, dict) and part.get("type") == "text"
-        if not is_text or not isinstance(part.get("text"), str):
-            raise APIError(400, "messages: content must be text or parts of type text", "messages")
-    return "".join(part["text"] for part in parts)
 
 
 def _stream_fields(body: Mapping[str, Any]) -> dict[str, Any]:
     """`stream`, `include_usage` and `user` of a Call."""
     stream, user = _typed(body, "stream", bool, False), _typed(body, "user", str, "")
-    options, field = _typed(body, "stream_options", dict, {}), "stream_options"
+    name = "stream_options"
+    options = _object(body.get(name, {}), name, {"include_usage"})
     if options and not stream:
-        raise APIError(400, "stream_options requires stream: true", field)
-    for name, value in options.items():
-        if name != "include_usage" or type(value) is not bool:
-            raise APIError(400, f"{field}.{name}: {value!r} is not supported", field)
-    return dict(stream=stream, user=user, include_usage=options.get("include_usage", False))
+        raise APIError(400, f"{name} requires stream: true", name)
+    include_usage = options.get("include_usage", False)
+    if type(include_usage) is not bool:
+        raise APIError(400, f"{name}.include_usage must be true or false", f"{name}.include_usage")
+    return dict(stream=stream, user=user, include_usage=include_usage)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -376,9 +420,14 @@ class ResponseWriter:
             return {"content": [self._entry(t, *lp) for t, lp in zip(tokens, logprobs)]}
         piece = self.model.tokenizer.piece
         pieces = [piece(token) for token in tokens]
-        top = [dict(zip(map(piece, ids), best)) for _, ids, best in logprobs]
-        for best, text, (logprob, *_) in zip(top, pieces, logprobs):
-            best.setdefault(text, logprob)  # as the API does, beyond the number asked for
+        top = []
+        for text, (logprob, ids, best) in zip(pieces, logprobs):
+            entries: dict[str, float] = {}
+            # the sampled one too, as the API does, beyond the number asked for; of two tokens with
+            # the same text, the likelier
+            for name, x in zip((*map(piece, ids), text), (*best, logprob)):
+                entries[name] = max(x, entries.get(name, x))
+            top.append(entries)
         return {"tokens": pieces, "token_logprobs": [lp for lp, *_ in logprobs],
                 "top_logprobs": top, "text_offset": self._offsets(choice, tokens)}  # fmt: skip
 

@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -46,6 +47,7 @@ from model import CONFIGS, ModelConfig, Transformer
 from serving import batch as serving_batch
 from serving.adapter_merging import AdapterMerging
 from serving.adapters import MAX_RANK, NAME, Adapter, AdapterPool
+from serving.batch_file import Results, read_results, request_lines, run_hash
 from serving.disaggregated import Placement, Worker, placements, search
 from serving.kv_store import open_regular
 from serving.lockstep import follow, on_rank0
@@ -241,10 +243,18 @@ def fuse_shared_layers_(model: Transformer) -> None:
         model.layer_groups += layers if different else [FusedLayers([*layers])]
 
 
-def batch_files(args: GenerateConfig) -> tuple[Path, dict]:
-    """--batch: the results file, and read_results() of it. ValueError names the flag."""
+STDIN = Path("/dev/stdin")
+
+
+def batch_files(args: GenerateConfig) -> tuple[Path, Results, str]:
+    """--batch: the results file, read_results() of it, and run_hash(). ValueError names the flag:
+    a file cannot be read or written, or the results are of other requests, flags or weights."""
+    if str(args.batch) == "-":
+        args.batch = STDIN
     if not os.access(args.batch, os.R_OK) or args.batch.is_dir():
         raise ValueError(f"--batch {args.batch}: cannot be read; give a JSONL file")
+    if args.batch == STDIN and args.out is None:
+        raise ValueError("--batch - requires --out FILE, for the results")
     out = args.out or args.batch.with_suffix(".results.jsonl")
     if not out.parent.is_dir():
         raise ValueError(f"--out {out}: there is no folder {out.parent}")
@@ -252,23 +262,31 @@ def batch_files(args: GenerateConfig) -> tuple[Path, dict]:
         raise ValueError(f"--out {out}: a folder; give a file in it")
     if out.exists() and out.samefile(args.batch):
         raise ValueError(f"--out {out} is the requests file; use another")
-    return out, serving_batch.read_results(out)
+    previous, run = read_results(out), run_hash(args)
+    if previous and args.batch.is_file():  # a pipe can be read only once
+        try:
+            deque(request_lines(args.batch, run, previous), maxlen=0)
+        except ValueError as e:
+            raise ValueError(f"--out {out}: {e}") from None
+    return out, previous, run
 
 
-def batch(args: GenerateConfig) -> None:
-    """--batch: run a file of requests into a file of results."""
-    out, previous_results = rank0_then_broadcast(partial(batch_files, args))
+def batch(args: GenerateConfig) -> int:
+    """--batch: run a file of requests into a file of results. The exit code: 1 if some failed."""
+    out, previous_results, run = rank0_then_broadcast(partial(batch_files, args))
     service = build_service(args)
     template = None if args.dummy else load_chat_template(args.checkpoint)
+    capacity = service.engine.capacity
+    max_bytes = capacity * service.tokenizer.max_token_bytes
     requests = serving_batch.RequestFile(
         args.batch, previous_results, service.tokenizer, template, args.system_prompt,
-        args.sampling_params, service.engine.capacity, rank0_then_broadcast, args.reorder,
+        args.sampling_params, capacity, rank0_then_broadcast, args.reorder, run, max_bytes,
     )  # fmt: skip
     is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
     try:
         with saved_adapters(service):
             results = out if is_rank0 else Path(os.devnull)
-            line = serving_batch.run_batch(service, requests, results)
+            line, n_errors = serving_batch.run_batch(service, requests, results)
             while service.engine.background is not None:
                 service.engine.step()
     except KeyboardInterrupt:
@@ -277,6 +295,7 @@ def batch(args: GenerateConfig) -> None:
         raise
     device = service.engine.model.embed.weight.device
     print(f"[{device_name(device, args.mesh)}] {line}", file=sys.stderr)
+    return min(n_errors, 1)
 
 
 def load_program(spec: str) -> Any:
@@ -491,12 +510,12 @@ def served_model(args: GenerateConfig, tokenizer: Tokenizer, capacity: int, voca
 
     name = Path(args.dummy or args.checkpoint).resolve().stem
     template = None if args.dummy else load_chat_template(args.checkpoint)
-    longest = max(map(len, map(tokenizer.id_to_token, range(tokenizer.vocab_size))))
+    max_bytes = capacity * tokenizer.max_token_bytes
     names = [name for name, _ in args.adapters or args.models or ()]
     if name in names:
         flag = "adapters" if args.adapters else "models"
         raise ValueError(f"--{flag} {name}: this is the model's own name; give another one")
-    return Model(name, tokenizer, template, capacity, vocab_size, capacity * longest, names)
+    return Model(name, tokenizer, template, capacity, vocab_size, max_bytes, names)
 
 
 def parse_address(args: GenerateConfig) -> tuple[str, int]:

@@ -53,9 +53,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from huggingface.tokenizer import one_line
 from paged_kv import Output, Sample
 from serving.async_engine import AsyncEngine, Progress, Stats, Stream
+from serving.batch_file import parse_json
 from serving.metrics import Metrics, log_line
-from serving.openai_api import APIError, Call, Model, ResponseWriter, encode, invalid
-from serving.openai_api import known_fields, parse_chat, parse_completion
+from serving.openai_api import APIError, Call, Model, ResponseWriter, invalid, known_fields
+from serving.openai_api import parse_chat, parse_completion, parse_detokenize, parse_tokenize
 from serving.runtime_adapters import RuntimeAdapters
 from serving.unacked import UnackedTail
 
@@ -182,7 +183,12 @@ class Server:
         return str(matches.index(True))
 
     async def _json(self, request: HTTPRequest) -> Any:
-        body = bytearray()
+        body, length = bytearray(), request.headers.get("content-length", "")
+        encoding = request.headers.get("content-encoding", "identity").lower()
+        if encoding not in ("", "identity"):
+            raise APIError(415, f"Content-Encoding {encoding} is not supported; send plain JSON")
+        if length.isdecimal() and (len(length) > 18 or int(length) > self.limits.max_body):
+            raise APIError(413, f"the body is larger than {self.limits.max_body} bytes")
         try:
             async with asyncio.timeout(self.limits.request_timeout):
                 async for part in request.stream():
@@ -192,9 +198,9 @@ class Server:
         except TimeoutError:
             raise APIError(408, "the body took too long") from None
         try:
-            return json.loads(body)
-        except (ValueError, RecursionError) as e:
-            raise APIError(400, f"the body is not JSON: {one_line(e)}") from None
+            return await asyncio.to_thread(parse_json, bytes(body))
+        except ValueError as e:
+            raise APIError(400, f"the body {e}") from None
 
     # ---- generation ----
 
@@ -319,20 +325,12 @@ class Server:
         return [body[name] for name in names]
 
     async def tokenize(self, request: HTTPRequest) -> Response:
-        body = await self._json(request)
-        body = known_fields(body, {"model", "prompt", "add_special_tokens"}, self.model)
-        text, bos = body.get("prompt"), body.get("add_special_tokens", True)
-        if not isinstance(text, str) or type(bos) is not bool:
-            raise APIError(400, "prompt must be text, add_special_tokens true or false", "prompt")
-        ids = await asyncio.to_thread(encode, text, self.model, "prompt", bos)
+        ids = await asyncio.to_thread(parse_tokenize, await self._json(request), self.model)
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self.model.context})
 
     async def detokenize(self, request: HTTPRequest) -> Response:
-        V, body = self.model.vocab_size, await self._json(request)
-        ids = known_fields(body, {"model", "tokens"}, self.model).get("tokens")
-        if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < V for i in ids):
-            raise APIError(400, f"tokens must be a list of token ids below {V}", "tokens")
-        return JSONResponse({"prompt": await asyncio.to_thread(self.model.tokenizer.decode, ids)})
+        body = await self._json(request)
+        return JSONResponse({"prompt": await asyncio.to_thread(parse_detokenize, body, self.model)})
 
     async def health(self, request: HTTPRequest) -> Response:
         healthy = self.engine.alive and not self.draining
@@ -391,7 +389,7 @@ class Generation:
             async with asyncio.timeout_at(self.deadline):
                 self.stream = await server.engine.submit(self.call.requests, self.previous, k)
         except ValueError as e:
-            raise invalid(e, self.call.chat) from None
+            raise invalid(e, self.call.max_tokens_field) from None
         except TimeoutError:
             raise APIError(504, "the request took too long") from None
         self.seen = self.seen or [Progress() for _ in self.stream.progress]
