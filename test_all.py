@@ -14905,7 +14905,7 @@ def test_server_refuses_what_it_does_not_have():
         assert (
             gzip.status_code == 415 and "Content-Encoding gzip" in gzip.json()["error"]["message"]
         )
-        for size in (2**22 + 1, 10**20):  # refused before the body comes
+        for size in (2**22 + 1, 10**20 - 1):  # refused before the body comes
             with http_connect(url) as sock:
                 sock.sendall(HTTP_HEAD + f"Content-Length: {size}\r\n\r\n".encode())
                 assert b" 413 " in sock.recv(99)
