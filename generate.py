@@ -328,8 +328,10 @@ def generate(args: GenerateConfig) -> None:
         from generation import cascade
 
         gate = cascade.read_gate(args)
-        if gate.asks_small and complete(cascade.small_args(args, gate), text, gate):
-            return
+        small = cascade.small_args(args, gate)
+        with open_gguf(small):
+            if gate.asks_small and complete(small, text, gate):
+                return
     complete(args, text)
 
 
@@ -343,7 +345,7 @@ def complete(args: GenerateConfig, text: str, gate: Any = None) -> bool:
         return False
     args.max_new_tokens = fit_to_context(args, len(ids), model.config.context)
     has_eos = not (args.ignore_eos or args.bench or args.dummy)
-    eos = eos_ids(args.checkpoint, model.config.eos_ids) if has_eos else ()
+    eos = eos_ids(args.checkpoint, model.config.eos_ids, tokenizer) if has_eos else ()
     decoder = build_decoder(args, model, tokenizer, len(ids) + args.max_new_tokens, eos)
     history = build_history(args, decoder)
     cached = 0 if history is None else history.find(ids)
@@ -476,7 +478,8 @@ def interactive_chat(args: GenerateConfig) -> None:
     if template is None and args.system_prompt is not None:
         raise ValueError(f"--system-prompt: {args.checkpoint} has no chat template")
     limit = min(args.ctx_size or CHAT_CONTEXT, model.config.context)
-    eos = () if args.ignore_eos else eos_ids(args.checkpoint, model.config.eos_ids)
+    ids = model.config.eos_ids
+    eos = () if args.ignore_eos else eos_ids(args.checkpoint, ids, tokenizer)
     decoder = build_decoder(args, model, tokenizer, limit, eos)
     history = build_history(args, decoder)
     chat = Chat(decoder, run_rows, tokenizer, template, args.system_prompt, history)

@@ -287,8 +287,12 @@ class ModelConfig:
     def from_hf(cls, hf: Mapping[str, Any]) -> ModelConfig:
         """Build from a parsed Hugging Face config.json. ValueError names the field."""
         kind = hf.get("model_type")
-        if not isinstance(kind, str) or kind not in FAMILIES:
-            raise ValueError(f"model_type is {kind!r}; known: {', '.join(FAMILIES)}")
+        kind = ALIASES.get(kind, kind) if isinstance(kind, str) else None
+        if kind not in FAMILIES:
+            what, text = f"{hf.get('model_type')!r:.60}", hf.get("text_config")
+            if isinstance(text, dict):
+                what += f", whose text_config ({text.get('model_type')!r:.60}) is not read"
+            raise ValueError(f"model_type is {what}; known: {', '.join(FAMILIES)}")
         family = FAMILIES[kind]
         _check_fields(hf, family)
         given: dict[str, Any] = {"family": kind, **family.overrides}
@@ -1193,6 +1197,8 @@ class Family:
     defaults: Json = field(default_factory=lambda: DEFAULTS)
 
 
+ALIASES = {"kimi_k2": "deepseek_v3"}  # model_type -> the one that it equals
+
 # Defaults of config.json fields that are absent or null; all other fields are required.
 DEFAULTS = {
     "tie_word_embeddings": False,
@@ -1208,10 +1214,11 @@ DEFAULTS = {
 
 # Fields that do not affect the forward pass.
 HF_IGNORED = set(
-    "architectures _name_or_path transformers_version dtype torch_dtype use_cache pretraining_tp "
+    "architectures _name_or_path transformers_version use_cache pretraining_tp "
     "initializer_range attention_dropout pad_token_id output_attentions output_hidden_states "
     "return_dict chunk_size_feed_forward is_encoder_decoder id2label label2id problem_type "
-    "_attn_implementation_autoset is_llama_config auto_map unsloth_version unsloth_fixed "
+    "_attn_implementation _attn_implementation_autoset attn_implementation use_flash_attn "
+    "_flash_attn_2_enabled experts_implementation _experts_implementation is_llama_config auto_map unsloth_version unsloth_fixed "
     "tokenizer_class task_specific_params max_sequence_length max_window_layers head_dim "
     "output_router_logits router_aux_loss_coef aux_loss_alpha seq_aux ep_size qk_head_dim "
     "transformers.js_config "  # below: generation settings that transformers 4 writes
@@ -1231,7 +1238,9 @@ HF_OFF = (  # false
     "use_sliding_window attention_bias mlp_bias qkv_bias use_mrope rope_interleaved torchscript "
     "use_bfloat16 tf_legacy_loss add_cross_attention tie_encoder_decoder".split()
 )
+HF_DTYPES = "auto float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2".split()
 HF_NEUTRAL: dict[str, tuple[Any, ...]] = {  # one of these values
+    **dict.fromkeys(("dtype", "torch_dtype"), (None, *HF_DTYPES)),
     "hidden_act": ("silu", "swish"),
     "router_jitter_noise": (None, 0.0),
     "moe_layer_freq": (None, 1),
@@ -1279,7 +1288,7 @@ def _check_fields(hf: Json, family: Family) -> None:
     method = quantized.get("quant_method") if isinstance(quantized, dict) else None
     if quantized is None or method == "sheaf":  # the latter: `prepare` of load_checkpoint
         return
-    _check(method == "fp8", f"quantization_config is {quantized!r}; known: quant_method 'fp8'")
+    _check(method == "fp8", f"quantization_config has quant_method {method!r:.60}; known: 'fp8'")
     for key in sorted(set(quantized) - set(HF_FP8) - {"modules_to_not_convert"}):
         raise ValueError(f"unknown field quantization_config.{key}")
     _check_values(quantized, set(quantized), HF_FP8, "quantization_config.")
@@ -1290,7 +1299,7 @@ def _check_values(
 ) -> None:
     for key in sorted(keys & set(allowed)):
         known = ", ".join(repr(v) for v in allowed[key] if v is not None) or "null"
-        _check(hf[key] in allowed[key], f"{where}{key} is {hf[key]!r}; known: {known}")
+        _check(hf[key] in allowed[key], f"{where}{key} is {hf[key]!r:.60}; known: {known}")
 
 
 LIMITS = dict.fromkeys(("num_hidden_layers", "num_nextn_predict_layers"), 10_000)
@@ -1317,12 +1326,12 @@ def _typed(hf: Json, key: str, kind: type, default: Any = REQUIRED) -> Any:
     return kind(value)
 
 
-def _ints(hf: Json, key: str) -> tuple[int, ...]:
+def _ints(hf: Json, key: str, limit: int = 2**31) -> tuple[int, ...]:
     """hf[key] as a tuple: an int, a list of ints, or null."""
     value = hf.get(key)
     value = [] if value is None else value if isinstance(value, list) else [value]
-    ok = all(type(i) is int for i in value)
-    _check(ok, f"{key} must be an int or a list of ints, not {hf.get(key)!r}")
+    ok = all(type(i) is int and 0 <= i < limit for i in value)
+    _check(ok, f"{key} must be an int or a list of ints below {limit}, not {hf.get(key)!r:.60}")
     return tuple(value)
 
 
@@ -1334,7 +1343,7 @@ def _read_heads(hf: Json, given: Json) -> Json:
     return {
         "n_kv_heads": n if given["n_kv_heads"] is None else given["n_kv_heads"],
         "head_dim": given["dim"] // max(1, n) if head_dim is None else head_dim,
-        "eos_ids": _ints(hf, "eos_token_id"),
+        "eos_ids": _ints(hf, "eos_token_id", given["vocab_size"]),
     }
 
 
@@ -1466,6 +1475,9 @@ ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
+TRAINED_LENGTH = "original_max_position_embeddings"
+
+
 def _read_rope_scaling(rope: Any, key: str, max_seq_len: int) -> dict[str, Any] | None:
     """ModelConfig.rope_scaling from an object of config.json, its field `key`."""
     _check(isinstance(rope, Mapping), f"{key} must be an object, not {rope!r}")
@@ -1478,7 +1490,7 @@ def _read_rope_scaling(rope: Any, key: str, max_seq_len: int) -> dict[str, Any] 
         raise ValueError(f"unknown field {key}.{name} for rope_type {kind!r}")
     if kind == "default":
         return None
-    absent = {"original_max_position_embeddings": max_seq_len}
+    absent = {TRAINED_LENGTH: max_seq_len}
     values = {name: rope.get(name, absent.get(name)) for name in (*needed, *optional)}
     values = {n: v for n, v in values.items() if v is not None or n in needed}
     for name, value in values.items():
@@ -1496,6 +1508,9 @@ def _read_rope(hf: Json, given: Json) -> Json:
     ok = not rope or hf.get("rope_scaling") in (None, rope)
     _check(ok, "rope_parameters and rope_scaling differ; remove the wrong one")
     scaling = _read_rope_scaling(rope, key, given["max_seq_len"])
+    trained = _typed(hf, TRAINED_LENGTH, int, None)  # outside, it takes precedence
+    if trained is not None and TRAINED_LENGTH in (scaling or {}):
+        scaling[TRAINED_LENGTH] = trained
     default_theta = FAMILIES[given["family"]].defaults.get("rope_theta", 10000.0)
     theta, factor = (
         _typed(rope if rope.get(name) is not None else hf, name, float, default)
@@ -1515,7 +1530,7 @@ def _write_rope(config: ModelConfig) -> Json:
 
 
 ROPE = FieldConverter(
-    ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
+    ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", TRAINED_LENGTH),
     _read_rope,
     _write_rope,
 )

@@ -59,6 +59,7 @@ from torch import Tensor
 from generation.config import GenerateConfig, parse_args
 from huggingface.tokenizer import read_json
 from huggingface.weights import write_atomically
+from quantization.gguf import is_gguf, source_path
 
 FEATURES = ("mean log-probability", "minimum", "logarithm of the length")
 RIDGE = 1e-2  # of the regression, on standardized features
@@ -204,7 +205,7 @@ class CompletionCache:
 def read_gate(args: GenerateConfig) -> Gate:
     """The Gate of --cascade DIR or FILE.json. ValueError names flag, file and field."""
     path, threshold = args.cascade, args.cascade_threshold
-    if path.is_dir():
+    if path.is_dir() or is_gguf(path):
         if threshold is None:
             raise ValueError(
                 f"--cascade {path} requires --cascade-threshold X, or give the file that python -m "
@@ -212,7 +213,7 @@ def read_gate(args: GenerateConfig) -> Gate:
             )
         return Gate(str(path), threshold)
     if not path.is_file():
-        raise ValueError(f"--cascade {path}: neither a model's folder nor a file")
+        raise ValueError(f"--cascade {path}: neither a checkpoint nor a file")
     found, n, is_text = read_json(path), len(FEATURES), lambda x: isinstance(x, str)
     is_number = lambda x: type(x) in (int, float) and abs(x) < 1e300
     are_weights = lambda x: isinstance(x, list) and len(x) == n and all(map(is_number, x))
@@ -223,7 +224,7 @@ def read_gate(args: GenerateConfig) -> Gate:
     ):  # fmt: skip
         if not is_valid(found.get(name)):
             raise ValueError(f"{path}: {name} must be {wanted}, not {found.get(name)!r}")
-    if Path(found["large"]) != args.checkpoint.resolve():
+    if Path(found["large"]) != source_path(args.checkpoint).resolve():
         raise ValueError(f"{path}: was fitted for --checkpoint {found['large']}; fit it for yours")
     threshold = found["threshold"] if threshold is None else threshold
     return Gate(found["small"], threshold, tuple(found["weights"]), found["bias"])
@@ -266,15 +267,16 @@ class Answers(NamedTuple):
 def answer_all(folder: Path, prompts: Sequence[str], max_new_tokens: int) -> Answers:
     """Greedy answers, up to the end of the line."""
     from generation.bench import weight_bytes
-    from generation.load import load, pick_device
+    from generation.load import load, open_gguf, pick_device
     from huggingface.tokenizer import eos_ids
     from paged_kv import SamplingParams
     from serving.batch import Request, Service, num_available_blocks
 
     args = parse_args(["--checkpoint", str(folder)])
-    model, tokenizer = load(args, pick_device(args.device))
-    eos, blocks = eos_ids(folder, model.config.eos_ids), num_available_blocks(model, 16, 64, None)
-    service = Service(model, tokenizer, eos, num_blocks=blocks)
+    with open_gguf(args):
+        model, tokenizer = load(args, pick_device(args.device))
+        eos = eos_ids(args.checkpoint, model.config.eos_ids, tokenizer)
+    service = Service(model, tokenizer, eos, num_blocks=num_available_blocks(model, 16, 64, None))
     params = SamplingParams(0.0, max_new_tokens=max_new_tokens, stop=("\n",), logprobs=0)
     requests = [Request(str(i), i, tokenizer.encode(p), params) for i, p in enumerate(prompts)]
     outputs = [*map(service.add, requests)]

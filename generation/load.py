@@ -63,12 +63,16 @@ def pick_device(name: str | None) -> torch.device:
 def open_gguf(args: GenerateConfig) -> Iterator[None]:
     """--checkpoint FILE.gguf: within this context, args.checkpoint is a folder made of it. Its
     layers stay quantized unless they must become something else."""
-    if args.checkpoint.suffix != ".gguf" or args.checkpoint.is_dir():
+    dense = ("quantize", "mesh", "adapter", "offload", "quantize_report", "models")
+    packed = not any(getattr(args, name) for name in dense)
+    with gguf.as_folder(args.checkpoint, packed) as args.checkpoint:
         yield
-        return
-    dense = args.quantize or args.mesh or args.adapter or args.offload or args.quantize_report
-    with gguf.as_folder(args.checkpoint, packed=not dense) as args.checkpoint:
-        yield
+
+
+def checkpoint_config(path: Path) -> ModelConfig:
+    """The config of a checkpoint's folder, or of a GGUF file."""
+    with gguf.as_folder(path) as folder:
+        return read_config(folder / "config.json")
 
 
 def load(args: GenerateConfig, device: torch.device) -> tuple[Transformer, Tokenizer]:

@@ -18,8 +18,9 @@ if __name__ == "__main__":
     raise SystemExit("this is a part of generate.py; run: python generate.py --help")
 
 import json
+import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,15 @@ from huggingface.tokenizer import SentencePieceTokenizer, TokenizerConfig, load_
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types, also sentencepiece's
 NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # Hugging Face's, GGUF's
+START = "tokenizer.ggml."
+EOS = [f"{START}{name}_token_id" for name in ("eos", "eot", "eom")]
 FLAGS = ("add_bos_token", "add_eos_token", "add_space_prefix")
+# llama.cpp's values of fields that a file lacks (llama-vocab.cpp). Its ids for "gpt2", 11, are none
+# of GPT-2's, and are left out
+DEFAULT_IDS = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}  # of model "llama"
+# llama.cpp ends a text at tokens with these names, too
+END_TOKENS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|endoftext|>", "<|end_of_text|>")
+END_IDS = "sheaf.eos_token_ids"  # all of them, in a file written here
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = (
@@ -94,15 +103,56 @@ def read(path: Path, metadata: Mapping[str, Any]) -> dict[str, bytes]:
     return files | {"tokenizer_config.json": json.dumps(config).encode()}
 
 
+def with_defaults(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata with llama.cpp's values of the tokenizer's fields that it lacks, so that all
+    readers have the same."""
+    meta = {k.removeprefix(START): x for k, x in metadata.items() if k.startswith(START)}
+    is_pieces, tokens = meta.get("model") == "llama", meta.get("tokens")
+    tokens = tokens if isinstance(tokens, list) else []
+    meta["pre"] = SYNONYMS.get(str(meta.get("pre")), meta.get("pre"))
+    defaults: dict[str, Any] = {"add_eos_token": False, "add_space_prefix": True}
+    defaults["add_bos_token"] = is_pieces or meta["pre"] in WHOLE_WORDS
+    if is_pieces:
+        named = END_IDS not in metadata  # otherwise what it lacks is not there
+        defaults |= {k: id for k, id in DEFAULT_IDS.items() if named and id < len(tokens)}
+        defaults["scores"] = [0.0] * len(tokens)
+    meta = defaults | meta
+    if "token_type" not in meta:
+        meta["token_type"] = _token_types(meta, tokens)
+    return {**metadata, **{START + name: value for name, value in meta.items()}}
+
+
+def _token_types(meta: Mapping[str, Any], tokens: Sequence[Any]) -> list[int]:
+    """The types of a file that has none: by the special ids and the names."""
+    is_byte = lambda t: meta.get("model") == "llama" and re.fullmatch("<0x[0-9A-F]{2}>", str(t))
+    types = [BYTE if is_byte(t) else CONTROL if t in END_TOKENS else NORMAL for t in tokens]
+    for name, kind in (("bos", CONTROL), ("eos", CONTROL), ("unknown", UNKNOWN)):
+        id = meta.get(f"{name}_token_id")
+        if type(id) is int and 0 <= id < len(types):
+            types[id] = kind
+    return types
+
+
+def end_ids(metadata: Mapping[str, Any]) -> list[Any]:
+    """All ids that end a text, of metadata with defaults; not checked yet."""
+    tokens, ids = metadata.get(f"{START}tokens"), metadata.get(END_IDS)
+    if not isinstance(ids, list):
+        names = enumerate(tokens if isinstance(tokens, list) else ())
+        ids = [id for id, token in names if token in END_TOKENS]
+    ids = [metadata[key] for key in EOS if key in metadata] + ids
+    return [id for i, id in enumerate(ids) if id not in ids[:i]]
+
+
+def write_end_ids(ids: Sequence[int]) -> dict[str, Any]:
+    """The metadata of ids that end a text: llama.cpp's fields, which are three, and all of them."""
+    return dict(zip(EOS, ids)) | ({END_IDS: list(ids)} if ids else {})
+
+
 def _checked(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of the tokenizer. ValueError names the field unless it is complete and known."""
-    start, meta = "tokenizer.ggml.", {"add_eos_token": False, "add_space_prefix": True}
-    meta |= {k.removeprefix(start): x for k, x in metadata.items() if k.startswith(start)}
-    meta["pre"] = SYNONYMS.get(str(meta.get("pre")), meta.get("pre"))
+    meta = {k.removeprefix(START): x for k, x in with_defaults(metadata).items() if START in k}
     is_pieces = meta.get("model") == "llama"
-    meta.setdefault("add_bos_token", is_pieces or meta["pre"] in WHOLE_WORDS)
     n = len(meta["tokens"]) if isinstance(meta.get("tokens"), list) else 0
-    meta.setdefault("token_type", [NORMAL] * n)
     good = {"model": meta.get("model") in ("llama", "gpt2")}
     good["pre"] = is_pieces or meta["pre"] in list(SPLITS)
     lists = {"tokens": str, "token_type": int}

@@ -8,7 +8,9 @@ the model was trained, or the model receives wrong prompts. This file reads:
   become their ids; characters without a token fall back to UTF-8 bytes.
 - `tokenizer_config.json`, or the older `special_tokens_map.json` and `added_tokens.json`: special
   tokens, add_bos_token, the chat template (for chat_template.py).
-- `generation_config.json`: additional EOS ids.
+- `generation_config.json`: additional EOS ids. A text ends at those of config.json, of this file and
+  at the tokenizer's eos_token: `eos_ids`, which every program asks. transformers' generate does not
+  know the last; vLLM, SGLang and llama.cpp do, and a chat fine-tune of a base model needs it.
 
 Streaming: a token adds bytes, not characters. `token_bytes` returns the bytes of a token, given the
 previous one, and one incremental UTF-8 decoder joins them. So a character is emitted with its last
@@ -22,6 +24,7 @@ Equivalence (test_all.py): ids of transformers 5 (AutoTokenizer), with these int
   declared id (transformers: the next free id).
 - Invalid UTF-8 gives one U+FFFD per invalid sequence (transformers' byte fallback: one per byte
   of the whole run, even for its valid characters, so a stream would have to retract text).
+- The text of an added token is its name, with é too (the library: the byte E9 of its alphabet).
 - tokenizer.json is used as it is, except for LlamaTokenizer's prefix space (transformers: some
   other classes replace its rules with their own, equal ones for the models they are made for).
 - `split_special_tokens`, special tokens defined only by a tokenizer_class, and folders with only
@@ -58,6 +61,7 @@ class Tokenizer:
     training on chats, encode_with_offsets."""
 
     vocab_size: int  # ids are 0 .. vocab_size - 1, including added tokens
+    eos_id: int | None = None  # of its eos_token
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
         """Text -> ids; special tokens in the text become their ids. bos=False adds no
@@ -503,8 +507,9 @@ class SentencePieceTokenizer(Tokenizer):
                 self.special.add(id)
         declared = {token.content: token for token in added}
         longest_first = sorted(self.added_tokens.items(), key=lambda item: -len(item[1]))
-        self.added_ids = [id for id, _ in longest_first]
-        alternatives = (_pattern(declared.get(s) or AddedToken(s)) for _, s in longest_first)
+        matched = [(id, declared.get(s) or AddedToken(s)) for id, s in longest_first]
+        self.matched_tokens = [(id, token.lstrip) for id, token in matched]  # by regex group
+        alternatives = (_pattern(token) for _, token in matched)
         self.pattern = re.compile("|".join(alternatives) or "(?!)")
 
     def _bos_and_eos(self, config: TokenizerConfig) -> tuple[list[int], list[int]]:
@@ -513,6 +518,8 @@ class SentencePieceTokenizer(Tokenizer):
         sides = []
         for name, own in (("bos", self.sp.bos_id()), ("eos", self.sp.eos_id())):
             id = ids.get(config.special_tokens.get(f"{name}_token"), own)
+            if name == "eos" and id >= 0:
+                self.eos_id = id
             wanted = config.flag(f"add_{name}_token")
             if wanted and id < 0:
                 raise config.no_such_token(f"add_{name}_token", f"{name}_token")
@@ -550,9 +557,11 @@ class SentencePieceTokenizer(Tokenizer):
         text.encode()  # raises UnicodeEncodeError with the position of a lone surrogate
         end = 0
         for match in self.pattern.finditer(text):
-            if end < match.start():
-                yield end, match.start(), None
-            yield *match.span(), self.added_ids[match.lastindex - 1]
+            id, lstrip = self.matched_tokens[match.lastindex - 1]
+            start = end + len(text[end : match.start()].rstrip()) if lstrip else match.start()
+            if end < start:
+                yield end, start, None
+            yield start, match.end(), id
             end = match.end()
         if end < len(text):
             yield end, len(text), None
@@ -609,11 +618,10 @@ def _piece_spans(sp: Any, text: str) -> Iterator[tuple[int, int]]:
 
 
 def _pattern(token: AddedToken) -> str:
-    """A regular expression with one group, the token."""
-    word = r"(?<!\w)", r"(?!\w)"
-    left = (r"\s*" if token.lstrip else "") + (word[0] if token.single_word else "")
-    right = (word[1] if token.single_word else "") + (r"\s*" if token.rstrip else "")
-    return f"{left}({re.escape(token.content)}){right}"
+    r"""A regular expression with one group, the token. White space on its left is stripped after the
+    match: a leading \s* would be tried at every space of a run, in quadratic time."""
+    left, right = (r"(?<!\w)", r"(?!\w)") if token.single_word else ("", "")
+    return f"{left}({re.escape(token.content)}){right}" + (r"\s*" if token.rstrip else "")
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -651,6 +659,8 @@ class JSONTokenizer(Tokenizer):
         if config.llama_prefix_space and b'"ByteLevel"' not in data:
             self._use_llama_prefix_space(config.llama_prefix_space)
         self._add_tokens(config.added_tokens)
+        if (eos := config.special_tokens.get("eos_token")) is not None:
+            self.eos_id = self.tk.token_to_id(eos)
         adds_nothing = not self.tk.encode("").ids
         no_bos = "bos_token" not in config.special_tokens and adds_nothing
         if config.flag("add_bos_token") and no_bos:
@@ -676,7 +686,8 @@ class JSONTokenizer(Tokenizer):
         known = {token.content for token in self.tk.get_added_tokens_decoder().values()}
         new = [token for token in added if token.content not in known or token.id is not None]
         self.tk.add_tokens([Added(token.content, **token.flags) for token in new])
-        self.special = {i for i, t in self.tk.get_added_tokens_decoder().items() if t.special}
+        self.added_tokens = self.tk.get_added_tokens_decoder()
+        self.special = {i for i, t in self.added_tokens.items() if t.special}
         self.vocab_size = max(self.tk.get_vocab().values(), default=-1) + 1
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
@@ -706,10 +717,11 @@ class JSONTokenizer(Tokenizer):
         if id in self.special or name is None:
             return None
         if self.byte_level:
-            try:
-                return bytes(BYTE_LEVEL_ALPHABET[c] for c in name)
-            except KeyError:  # an added token, which is plain text
+            # the name of an added token is plain text, as in llama.cpp; the library's decoder takes
+            # "é" for the byte E9 (tokenizers issue 1996)
+            if id in self.added_tokens or not set(name) <= BYTE_LEVEL_ALPHABET.keys():
                 return name.encode()
+            return bytes(BYTE_LEVEL_ALPHABET[c] for c in name)
         if self.byte_fallback and (data := _parse_byte_token(name)):
             return data.removeprefix(b" ") if before is None and self.strip_first else data
         if before is None:
@@ -741,6 +753,10 @@ class DummyTokenizer(Tokenizer):
         return self.id_to_token(id).encode()
 
 
+# Tokenizers in other formats: Mistral's, Kimi's and Qwen's, GPT-2's
+OTHER_TOKENIZERS = ("tekken.json", "tokenizer.model.v*", "*tiktoken*", "vocab.json", "vocab.txt")
+
+
 def load_tokenizer(
     folder: str | os.PathLike, config: Mapping[str, Any] | None = None
 ) -> Tokenizer:  # fmt: skip
@@ -760,19 +776,28 @@ def load_tokenizer(
                     f"config.json is {size}; use the model's own tokenizer, or resize its embedding"
                 )
             return tokenizer
-    raise ValueError(
-        f"{folder}: holds neither {' nor '.join(kinds)}; copy one from the model's source"
-    )
+    fix = "copy one from the model's source"
+    if found := [path.name for pattern in OTHER_TOKENIZERS for path in folder.glob(pattern)]:
+        fix = f"{found[0]} is not read: copy or make a tokenizer.json of it"
+    raise ValueError(f"{folder}: holds neither {' nor '.join(kinds)}; {fix}")
 
 
-def eos_ids(folder: Path, config_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """All EOS ids: of config.json, then of generation_config.json."""
+def eos_ids(
+    folder: Path, config_ids: Sequence[int], tokenizer: Tokenizer | None = None
+) -> tuple[int, ...]:
+    """All ids that end a text: of config.json (config_ids), of generation_config.json, then the
+    tokenizer's eos_token. tokenizer: the folder's, if it is loaded already. ValueError names the
+    file and the field."""
     path = folder / "generation_config.json"
     more = read_json(path).get("eos_token_id")
     more = [] if more is None else more if isinstance(more, list) else [more]
     if not all(type(id) is int for id in more):
-        raise ValueError(f"{path}: eos_token_id must be an int or a list of ints, not {more!r}")
-    return tuple(dict.fromkeys((*config_ids, *more)))
+        raise ValueError(f"{path}: eos_token_id must be an int or a list of ints, not {more!r:.60}")
+    size = read_json(folder / "config.json").get("vocab_size", 2**31)
+    if more and not any(0 <= id < size for id in more):  # some may be of a larger model's tokens
+        raise ValueError(f"{path}: eos_token_id is {more!r:.60}, but the model has {size} tokens")
+    own = (load_tokenizer(folder) if tokenizer is None else tokenizer).eos_id
+    return tuple(dict.fromkeys((*config_ids, *more, *(() if own is None else (own,)))))
 
 
 # --------------------------------------------------------------------------------------------------

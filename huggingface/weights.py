@@ -31,6 +31,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from huggingface.tokenizer import read_json
 from model import FP8_BLOCK, ModelConfig, Transformer
 
 # Module or parameter -> its name in a Hugging Face checkpoint; ".weight" and ".bias" of a module
@@ -93,8 +94,12 @@ FAMILY_NAMES = {"mixtral": MIXTRAL_NAMES}  # overrides of HF_NAMES by family
 
 def read_config(path: str | os.PathLike) -> ModelConfig:
     """The ModelConfig of a config.json file. ValueError names the file, the field and the fix."""
+    path = Path(path)
+    if path.name == "config.json" and not path.exists():
+        check_folder(path.parent)
+    check_not_gguf(path)
     try:
-        hf = json.loads(Path(path).read_text(encoding="utf-8"))
+        hf = json.loads(path.read_text(encoding="utf-8"))
     except OSError as e:
         raise ValueError(
             f"{path}: {e.strerror or e}; expected a Hugging Face config.json"
@@ -109,6 +114,31 @@ def read_config(path: str | os.PathLike) -> ModelConfig:
         return ModelConfig.from_hf(hf)
     except ValueError as e:
         raise ValueError(f"{path}: {e}") from None
+
+
+def check_folder(path: Path) -> None:
+    """ValueError, with what it is instead, unless a checkpoint is the folder of a model."""
+    check_not_gguf(path)
+    adapter = path / "adapter_config.json"
+    if adapter.exists() and not (path / "config.json").exists():
+        raise ValueError(
+            f"{path}: holds a LoRA adapter ({adapter.name}), not a model; give the folder of its "
+            f"base model, and --adapter {path}"
+        )
+    if not path.is_dir():
+        what = "a file; give its folder" if path.exists() else "no such folder; download it first"
+        raise ValueError(
+            f"{path}: {what} (a checkpoint is a folder with config.json and safetensors files)"
+        )
+
+
+def check_not_gguf(path: Path) -> None:
+    """ValueError for a GGUF file where quantization/gguf.py's as_folder has not opened it."""
+    if path.suffix == ".gguf" and path.is_file():
+        raise ValueError(
+            f"{path}: a GGUF file, which only generate.py's flags and serving.cluster open; give "
+            "the model's Hugging Face folder"
+        )
 
 
 def hf_tensors(model: Transformer) -> dict[str, Tensor]:
@@ -231,6 +261,7 @@ def _abbreviate(names: list[str]) -> str:
     return ", ".join(shown) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
+INV_FREQ = "rotary_emb.inv_freq"  # of old checkpoints; computed from config.json
 # Supported stored dtypes -> the dtype of the loaded model, by default
 STORED_DTYPES = {
     "F64": torch.float64,
@@ -280,25 +311,31 @@ def _open_safetensors(path: Path) -> Iterator[Any]:
         ) from None
 
 
-def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """All tensors of the folder, read from the headers only. ValueError if the files do not match
-    the index."""
+def _stored_tensors(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
+    """All tensors of the folder, read from the headers only. ValueError if a file lacks a tensor
+    that the index lists and the model needs, or if two have the same."""
     if (folder / "model.gguf").exists() and not any(folder.glob("*.safetensors")):
         from quantization.gguf import stored_tensors
 
         return stored_tensors(folder)
     stored: dict[str, StoredTensor] = {}
+    tied = ("model.embed_tokens.weight", "lm_head.weight") if config.tie_embeddings else ()
+    optional = {*_duplicate_tensors(config), *tied}
     for path, expected in _shard_files(folder).items():
         with _open_safetensors(path) as f:
             for name in f.keys():
+                if name in stored:
+                    raise ValueError(
+                        f"{path}: {name} is in {stored[name].path.name} too; the shards are of "
+                        "different models, download all of them and the index again"
+                    )
                 data = f.get_slice(name)
                 stored[name] = StoredTensor(path, name, tuple(data.get_shape()), data.get_dtype())
-            found = set(f.keys())
-        if expected is not None and found != expected:
-            differing = _abbreviate(sorted(found ^ expected))
+            lacking = (expected or set()) - set(f.keys()) - optional
+        if lacking := sorted(name for name in lacking if not name.endswith(INV_FREQ)):
             raise ValueError(
-                f"{path}: does not contain the tensors that model.safetensors.index.json lists "
-                f"({differing}); download the shards again"
+                f"{path}: lacks tensors that model.safetensors.index.json lists "
+                f"({_abbreviate(lacking)}); download it and the index again"
             )
     return stored
 
@@ -328,13 +365,9 @@ def load_checkpoint(
     `dtype`. It is not called for a module that shares a parameter with an earlier one.
     """
     folder = Path(path)
-    if not folder.is_dir():
-        what = "a file; give its folder" if folder.exists() else "no such folder; download it first"
-        raise ValueError(
-            f"{folder}: {what} (a checkpoint is a folder with config.json and safetensors files)"
-        )
+    check_folder(folder)
     config = read_config(folder / "config.json")
-    stored = _stored_tensors(folder)
+    stored = _stored_tensors(folder, config)
     L = config.n_layers
     if not any(name.startswith(f"model.layers.{L}.") for name in stored):
         config = replace(config, n_mtp_layers=0)  # transformers does not save MTP layers
@@ -426,8 +459,10 @@ def _match_tensors(
     elif config.tie_embeddings and head in wanted and embed in stored:
         plan[head] = stored[embed]  # the last pipeline stage has its own copy
     scaled = [n for n, s in plan.items() if s.dtype == "F8_E4M3" and n.endswith(".weight")]
+    if not any("scale" in name for name in stored) and not _quantization(folder):
+        scaled = []  # a plain cast to FP8
     derived = {f"{name}_scale_inv" for name in scaled}
-    derived |= {name for name in stored if name.endswith("rotary_emb.inv_freq")}
+    derived |= {name for name in stored if name.endswith(INV_FREQ)}
     derived |= set(_duplicate_tensors(config))
     missing = [name for name in wanted if name not in plan]
     missing += [name for name in derived if name.endswith("_scale_inv") and name not in stored]
@@ -438,9 +473,7 @@ def _match_tensors(
             for what, names in (("missing", missing), ("unexpected", unexpected))
             if names
         ]
-        why = "weights and config.json do not match"
-        if any(name.endswith(".qweight") for name in stored):
-            why = "these weights are quantized; open them with generate.py"
+        why = _mismatch_reason(folder, stored, missing)
         raise ValueError(f"{folder}: {'; '.join(parts)}; {why}")
     for name, s in plan.items():
         if s.shape != tuple(wanted[name].shape):
@@ -456,6 +489,35 @@ def _match_tensors(
         if name in scaled and stored[f"{name}_scale_inv"].shape != blocks:
             raise ValueError(f"{s.path}: {name}_scale_inv must have shape {list(blocks)}")
     return plan
+
+
+# Last part of a tensor's name -> the format of quantized weights that has it
+FOREIGN_FORMATS = {
+    "qweight": "GPTQ or AWQ", "weight_packed": "compressed-tensors", "weight_scale": "FP8 or INT8",
+    "absmax": "bitsandbytes", "SCB": "bitsandbytes", "scales": "MLX",
+    "down_proj_blocks": "MXFP4", "input_scale": "static FP8",
+}  # fmt: skip
+
+
+def _quantization(folder: Path) -> dict[str, Any]:
+    """quantization_config of config.json, or AutoGPTQ's and AutoAWQ's file; {} if there is none."""
+    found = [read_json(folder / "config.json").get("quantization_config")]
+    found += [read_json(folder / name) for name in ("quantize_config.json", "quant_config.json")]
+    return next((x for x in found if isinstance(x, dict) and x), {})
+
+
+def _mismatch_reason(folder: Path, stored: Mapping[str, Any], missing: Sequence[str]) -> str:
+    """Why the stored tensors are not those that config.json implies, and what to do."""
+    quantization, leaves = _quantization(folder), {name.rpartition(".")[2] for name in stored}
+    if quantization.get("quant_method") == "sheaf":
+        return "these weights are quantized; open them with generate.py"
+    for leaf, kind in FOREIGN_FORMATS.items():
+        if leaf in leaves:
+            kind = quantization.get("quant_method", kind)
+            return f"{kind} weights are not supported, give the 16-bit checkpoint"
+    if list(missing) == ["lm_head.weight"]:
+        return "if it is tied to the embedding, set tie_word_embeddings to true in config.json"
+    return "weights and config.json do not match"
 
 
 def _duplicate_tensors(config: ModelConfig) -> dict[str, str]:
@@ -602,18 +664,14 @@ def _write_shards(folder: Path, shards: list[dict[str, Tensor]]) -> set[Path]:
     return new
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
 def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
     """write(temporary file), fsync, rename to `path`; on any failure `path` is unchanged."""
     tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        tmp.touch()  # its mode is that of the umask, which cannot be read without setting it
+        mode = tmp.stat().st_mode & 0o777
         write(tmp)
-        os.chmod(tmp, 0o666 & ~_umask())  # safetensors creates files with mode 0600
+        os.chmod(tmp, mode)  # safetensors creates files with mode 0600
         with open(tmp, "rb+") as f:
             os.fsync(f.fileno())
         os.replace(tmp, path)

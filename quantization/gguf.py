@@ -36,6 +36,7 @@ if __name__ == "__main__":
     raise SystemExit("this is a part of generate.py; run: python generate.py --help")
 
 import json
+import os
 import re
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -50,8 +51,9 @@ import torch
 from torch import Tensor
 
 from huggingface import gguf_tokenizer
+from huggingface.tokenizer import eos_ids
 from model import ModelConfig, rope_frequencies
-from quantization.gguf_file import EXACT, PACKED, Header, TensorInfo, package
+from quantization.gguf_file import EXACT, PACKED, TensorInfo, package, read_header
 
 # --------------------------------------------------------------------------------------------------
 # Metadata <-> config.json
@@ -104,7 +106,10 @@ LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0
           "original_max_position_embeddings": 8192}  # fmt: skip
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields that are supported with these values only
     "expert_count": (0,), "expert_used_count": (0,), "attention.causal": (True,),
-    "nextn_predict_layers": (0,),
+    "nextn_predict_layers": (0,), "expert_group_count": (0,), "expert_group_used_count": (0,),
+    # YaRN's own factors times one, which converters write
+    "rope.scaling.yarn_attn_factor": (1.0,), "rope.scaling.attn_factor": (1.0,),
+    "rope.scaling.yarn_ext_factor": (1.0,),
 }  # fmt: skip
 IGNORED = ("rope.scaling.finetuned", "tensor_data_layout")
 TEXTS = ("rope.scaling.type", "tensor_data_layout")  # the other fields are numbers
@@ -112,9 +117,6 @@ DEEPSEEK_DEFAULTS = {
     "expert_group_count": 1, "expert_group_used_count": 1, "expert_shared_count": 0,
     "expert_weights_scale": 1.0, "leading_dense_block_count": 0,
 }  # fmt: skip
-EOS = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
-# llama.cpp ends a text at tokens with these names, too
-END_TOKENS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|endoftext|>", "<|end_of_text|>")
 
 
 def read_config(
@@ -133,9 +135,9 @@ def read_config(
     tokens = metadata.get("tokenizer.ggml.tokens")
     tokens = tokens if isinstance(tokens, list) else []
     hf.setdefault("vocab_size", len(tokens))
+    metadata = gguf_tokenizer.with_defaults(metadata)
     hf["bos_token_id"] = metadata.get("tokenizer.ggml.bos_token_id")
-    hf["eos_token_id"] = eos = [metadata[key] for key in EOS if key in metadata]
-    eos += [id for id, token in enumerate(tokens) if token in END_TOKENS and id not in eos]
+    hf["eos_token_id"] = gguf_tokenizer.end_ids(metadata)
     hf["tie_word_embeddings"] = "output.weight" not in tensors
     if arch == "llama" and kind != "mixtral":
         hf["attention_bias"] = "blk.0.attn_q.bias" in tensors
@@ -184,8 +186,6 @@ def _check_keys(path: Path, arch: str, own: Mapping, metadata: Mapping) -> None:
     missing = [key for key in COMMON if key not in own and key not in optional]
     if missing:
         raise ValueError(f"{path}: {arch}.{missing[0]} is missing; copy the file again")
-    if metadata.get("split.count", 0) not in (0, 1):  # 0: joined again
-        raise ValueError(f"{path}: split.count is not 1; join the parts with llama-gguf-split")
     for prefix, _, key in (name.partition(".") for name in metadata):
         if prefix != arch and key in DENSE | DEEPSEEK:
             raise ValueError(f"{path}: {prefix}.{key} does not belong to architecture {arch}")
@@ -270,8 +270,9 @@ def write_config(config: ModelConfig, tensors: Collection[str]) -> dict[str, Any
         if "mscale_all_dim" in rope:
             own["rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
     metadata = {"general.architecture": arch} | {f"{arch}.{key}": x for key, x in own.items()}
-    ids = {"tokenizer.ggml.bos_token_id": config.bos_id} | dict(zip(EOS, config.eos_ids))
-    metadata |= {key: id for key, id in ids.items() if id is not None}
+    if config.bos_id is not None:
+        metadata["tokenizer.ggml.bos_token_id"] = config.bos_id
+    metadata |= gguf_tokenizer.write_end_ids(config.eos_ids)
     factors = rope_factors(config) if "rope_freqs.weight" in tensors else None
     back = ModelConfig.from_hf(read_config(Path(arch), metadata, tensors, factors))
     names = set(ModelConfig.__dataclass_fields__) - {"windows", "max_seq_len", "n_mtp_layers"}
@@ -363,6 +364,7 @@ class GGUFTensor:
         return t if rows is None else t[list(rows)]
 
 
+LINK = "model.gguf"  # in a folder of as_folder: to the file
 Entries = Iterator[tuple[str, Sequence[int], str, Callable[[], Tensor]]]  # GGUFTensor's, but path
 Outputs = Iterator[tuple[str, Sequence[Tensor]]]
 
@@ -385,8 +387,8 @@ def packable(hf: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> dict[s
 def stored_tensors(folder: Path) -> dict[str, GGUFTensor]:
     """The tensors of a folder of `as_folder`, by their Hugging Face names."""
     hf = json.loads((folder / "config.json").read_text())
-    path = folder / "model.gguf"
-    rest = dict(Header(path).tensors)
+    path = folder / LINK
+    rest = dict(read_header(path.resolve()).tensors)
     packed = hf.get("quantization_config", {}).get("gguf", {})
     rest.pop("rope_freqs.weight", None)  # in config.json
     # Each takes its tensors from `rest`
@@ -503,13 +505,17 @@ def encode(name: str, parts: Sequence[Tensor]) -> tuple[str, Tensor]:
 @contextmanager
 def as_folder(path: Path, packed: bool = True) -> Iterator[Path]:
     """A temporary Hugging Face folder of a GGUF file, for load_checkpoint, load_tokenizer and
-    load_chat_template. packed: linear layers and experts in Q8_0 and Q4_0 stay quantized; open
-    them with generate.py. A ValueError inside names the file instead of the folder."""
+    load_chat_template; any other path as it is. packed: linear layers and experts in Q8_0 and Q4_0
+    stay quantized; open them with generate.py. A ValueError inside names the file instead of the
+    folder."""
+    if not is_gguf(path):
+        yield path
+        return
     package()
     with tempfile.TemporaryDirectory(prefix="gguf-") as name:
         folder = Path(name)
         try:
-            header = Header(path)
+            header = read_header(path)
             factors = header.tensors.get("rope_freqs.weight")
             factors = None if factors is None else factors.read()
             hf = read_config(path, header.metadata, header.tensors, factors)
@@ -520,11 +526,31 @@ def as_folder(path: Path, packed: bool = True) -> Iterator[Path]:
             (folder / "config.json").write_text(json.dumps(hf))
             for file, data in gguf_tokenizer.read(path, header.metadata).items():
                 (folder / file).write_bytes(data)
-            (folder / "model.gguf").symlink_to(path.absolute())
+            (folder / LINK).symlink_to(path.absolute())
             yield folder
         except ValueError as e:
-            text = str(e).replace(f"{folder}/model.gguf", str(path))
+            text = str(e).replace(f"{folder}/{LINK}", str(path))
             raise ValueError(text.replace(str(folder), str(path))) from None
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a checkpoint is given as a GGUF file, by its name."""
+    return path.suffix == ".gguf" and not path.is_dir()
+
+
+def source_path(folder: Path) -> Path:
+    """The GGUF file of which as_folder made this folder; any other folder as it is."""
+    link = folder / LINK
+    is_ours = link.is_symlink() and os.path.isabs(os.readlink(link))
+    return Path(os.readlink(link)) if is_ours else folder
+
+
+def model_name(checkpoint: Path) -> str:
+    """How a server names a checkpoint: its folder's name, or its GGUF file's without the ending."""
+    path = source_path(checkpoint)
+    if path.suffix != ".gguf":
+        return path.resolve().name
+    return re.sub(r"-00001-of-\d{5}$", "", path.stem)
 
 
 def write(path: Path, config: ModelConfig, tensors: Mapping[str, Tensor], folder: Path) -> None:
@@ -532,8 +558,12 @@ def write(path: Path, config: ModelConfig, tensors: Mapping[str, Tensor], folder
     of a Hugging Face folder. ValueError, before the file is made, if GGUF cannot represent them."""
     gguf = package()
     metadata = write_config(config, [name for name, _ in outputs(config, tensors)])
-    eos = {key: metadata[key] for key in EOS if key in metadata}  # config.json's
-    metadata |= gguf_tokenizer.write(folder, config.vocab_size) | eos
+    metadata |= gguf_tokenizer.write(folder, config.vocab_size)
+    own = metadata.get("tokenizer.ggml.eos_token_id")  # first: chat templates have its name
+    ids = dict.fromkeys(() if own is None else (own,)) | dict.fromkeys(
+        eos_ids(folder, config.eos_ids)
+    )
+    metadata |= gguf_tokenizer.write_end_ids([*ids])
     writer = gguf.GGUFWriter(path, metadata.pop("general.architecture"))
     for name, parts in outputs(config, tensors):
         kind, data = encode(name, parts)

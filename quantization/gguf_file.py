@@ -2,7 +2,8 @@
 the tensors in blocks of quantized values, each at a multiple of an alignment.
 
 `Header` checks every count, length, type, shape and offset against the size of the file before it
-is used, so that a truncated or inconsistent file is one ValueError. The gguf package's reader does
+is used, so that a truncated or inconsistent file is one ValueError; `read_header` joins the parts
+of a split file. The gguf package's reader does
 not, and takes 40 times as long for Llama 3's vocabulary (15 s). Its code dequantizes the blocks
 (pip install gguf==0.19.0), but those of Q8_0 and Q4_0 are split into the integers and scales of
 quantize.py's q8_0 and q4_0. Used by gguf.py, which knows the model.
@@ -16,6 +17,7 @@ if __name__ == "__main__":
 
 import math
 import mmap
+import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,8 +30,12 @@ from torch import Tensor
 
 SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd"))  # struct's letters
 STRING, ARRAY = 8, 9
-# Q5_0, Q5_1: Q4_K_M's for rows that are no multiple of 256; Q4_1: Q4_0's with an imatrix
-TYPES = "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q4_K Q5_K Q6_K".split()
+# All that the gguf package dequantizes. Q5_0, Q5_1: Q4_K_M's for rows that are no multiple of 256;
+# Q4_1: Q4_0's with an imatrix
+TYPES = (
+    "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS MXFP4 NVFP4 "
+    "IQ1_S IQ1_M IQ2_XXS IQ2_XS IQ2_S IQ3_XXS IQ3_S TQ1_0 TQ2_0".split()
+)
 EXACT = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 PACKED = {"Q8_0": "q8_0", "Q4_0": "q4_0"}  # the schemes of quantize.py with the same layout
 
@@ -185,9 +191,10 @@ class Header:
         shape = [self.number("Q", f"{name}: dimensions") for _ in range(dims)]
         kind, offset = self.number("I", f"{name}: type"), self.number("Q", f"{name}: offset")
         known = {gguf.GGMLQuantizationType[t].value: t for t in TYPES}
+        names = {member.value: member.name for member in gguf.GGMLQuantizationType}
         if kind not in known:
             raise ValueError(
-                f"{self.path}: {name} has type {kind}, which is not supported; known: "
+                f"{self.path}: {name} has type {names.get(kind, kind)}, which is not supported; known: "
                 f"{', '.join(TYPES)}"
             )
         block = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)][0]
@@ -214,3 +221,27 @@ class Header:
             placed[info.name] = replace(info, offset=first + offset)
             offset += -(-info.nbytes // align) * align
         return placed
+
+
+def read_header(path: Path) -> Header:
+    """The header of a file; of the first of several parts (NAME-00001-of-00003.gguf, written by
+    llama-gguf-split), with the tensors of all. ValueError names the part."""
+    header = Header(path)
+    n = header.metadata.get("split.count", 0)
+    if n in (0, 1):
+        return header
+    name = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", path.name)
+    if name is None or int(name[2]) != n or header.metadata.get("split.no", 0) != 0:
+        raise ValueError(f"{path}: is one of {n} parts; give the first, NAME-00001-of-0000N.gguf")
+    for i in range(1, n):
+        part = Header(path.with_name(f"{name[1]}-{i + 1:05}-of-{name[2]}.gguf"))
+        if part.metadata.get("split.no") != i or part.metadata.get("split.count") != n:
+            raise part.error("split.no", f"is not that of part {i + 1} of {n}")
+        if twice := header.tensors.keys() & part.tensors.keys():
+            raise part.error(sorted(twice)[0], "is in another part too")
+        header.tensors |= part.tensors
+    if header.metadata.get("split.tensors.count", len(header.tensors)) != len(header.tensors):
+        raise header.error(
+            "split.tensors.count", f"is not that of its parts, {len(header.tensors)}"
+        )
+    return header

@@ -442,7 +442,7 @@ def check_disaggregate(own: argparse.Namespace, args: Any) -> Placement | None:
 
 def main(argv: list[str] | None = None) -> int:
     from generation.config import parse_args
-    from generation.load import dummy_config
+    from generation.load import dummy_config, open_gguf
     from huggingface.tokenizer import DummyTokenizer, load_tokenizer
     from serving.run import bind, serve_engine, served_model
 
@@ -465,9 +465,10 @@ def main(argv: list[str] | None = None) -> int:
         args = parse_args(rest)
         listener = bind(args)
         V = dummy_config(args.dummy).vocab_size if args.dummy else None
-        tokenizer = DummyTokenizer(V) if args.dummy else load_tokenizer(args.checkpoint)
-        replicas = start_replicas(own, args, rest)
-        model = served_model(args, tokenizer, *replicas.describe())
+        with open_gguf(args):  # each replica opens the file for itself
+            tokenizer = DummyTokenizer(V) if args.dummy else load_tokenizer(args.checkpoint)
+            replicas = start_replicas(own, args, rest)
+            model = served_model(args, tokenizer, *replicas.describe())
         where = f"{own.replicas} replicas"
         serve_engine(args, partial(ReplicatedEngine, replicas.call), model, listener, where)
     except ValueError as e:

@@ -56,13 +56,14 @@ def rank_service(argv: list[str], threads: int) -> Iterator[Service]:
     import torch
 
     from generation.config import parse_args
+    from generation.load import open_gguf
     from generation.ranks import process_group
     from serving.run import build_service
 
     torch.set_num_threads(threads)
     args = parse_args(argv)
     with process_group(args):
-        with torch.inference_mode():
+        with torch.inference_mode(), open_gguf(args):
             service = build_service(args)
         yield service
 

@@ -34,7 +34,8 @@ from generation.cpu import load_kernels
 from generation.cpu_decode import FusedLayers, add_adapters, install_
 from generation.kv_history import open_store
 from generation.load import (
-    dummy_config, is_quantized, load, load_draft, moe_layers, optimize_for_inference_, pick_device,
+    checkpoint_config, dummy_config, is_quantized, load, load_draft, moe_layers, open_gguf,
+    optimize_for_inference_, pick_device,
 )  # fmt: skip
 from generation.prompt import prompt_text
 from generation.ranks import (
@@ -44,6 +45,7 @@ from huggingface.chat_template import load_chat_template
 from huggingface.tokenizer import Tokenizer, eos_ids, load_tokenizer
 from huggingface.weights import hf_modules, load_checkpoint, read_config
 from model import CONFIGS, ModelConfig, Transformer
+from quantization.gguf import as_folder, is_gguf, model_name
 from serving import batch as serving_batch
 from serving.adapter_merging import AdapterMerging
 from serving.adapters import MAX_RANK, NAME, Adapter, AdapterPool
@@ -113,10 +115,12 @@ def draft_cache_layers(args: GenerateConfig, config: ModelConfig) -> float:
     if args.speculate != "draft" or args.draft_model is None:
         return 0.0
     path = Path(args.draft_model)
-    path = path / "config.json" if path.is_dir() else path
     if not path.exists() and args.draft_model not in CONFIGS:
         raise ValueError(f"--draft-model {args.draft_model}: no such folder")
-    c = CONFIGS[args.draft_model] if args.draft_model in CONFIGS else read_config(path)
+    if args.draft_model in CONFIGS:
+        c = CONFIGS[args.draft_model]
+    else:
+        c = checkpoint_config(path) if path.is_dir() or is_gguf(path) else read_config(path)
     heads = max(1, c.n_kv_heads // (args.tp or 1))  # `config` has this rank's heads already
     latent = lambda c: c.kv_lora_rank + c.qk_rope_head_dim
     width = lambda c, heads: latent(c) if c.kv_lora_rank else 2 * heads * c.head_dim
@@ -137,7 +141,8 @@ def build_service(args: GenerateConfig) -> serving_batch.Service:
     device = run_on_all_or_raise(partial(pick_device, args.device))
     with torch.inference_mode(args.finetune is None):  # such weights cannot be used in autograd
         model, tokenizer = run_on_all_or_raise(partial(load, args, device))
-        eos = () if args.dummy else eos_ids(args.checkpoint, model.config.eos_ids)
+        ids = model.config.eos_ids
+        eos = () if args.dummy else eos_ids(args.checkpoint, ids, tokenizer)
         pool = None if args.models is None else load_models(args, model, tokenizer)
         options = engine_options(args, model) | dict(adapters=pool)
         if args.adapters is not None:
@@ -200,9 +205,10 @@ def load_models(args: GenerateConfig, model: Transformer, tokenizer: Tokenizer) 
     groups, pool, weight = model.layer_groups, ModelPool(model), model.embed.weight
     for name, folder in args.models:
         try:
-            check_fine_tune(args, name, folder, tokenizer)
-            options = dict(convert_module=pool.share)
-            new = load_checkpoint(folder, weight.device, weight.dtype, **options)
+            with as_folder(folder, packed=False) as folder:
+                check_fine_tune(args, name, folder, tokenizer)
+                options = dict(convert_module=pool.share)
+                new = load_checkpoint(folder, weight.device, weight.dtype, **options)
             new.tie()
             added = pool.add(name, optimize_for_inference_(args, new))
         except ValueError as e:
@@ -218,20 +224,21 @@ def check_fine_tune(args: GenerateConfig, name: str, folder: Path, tokenizer: To
     """ValueError if requests to a model cannot be in the batches of --checkpoint."""
     if not NAME.fullmatch(name):
         raise ValueError("a name has letters, digits, '.', '_', '-'")
-    if name == args.checkpoint.resolve().stem:
+    if name == model_name(args.checkpoint):
         raise ValueError("the name is that of --checkpoint; use another")
     if is_quantized(folder):
         raise ValueError("it is quantized; give the 16-bit checkpoint")
     base, config = (read_config(path / "config.json") for path in (args.checkpoint, folder))
-    config = replace(config, eos_ids=eos_ids(folder, config.eos_ids))
-    base = replace(base, eos_ids=eos_ids(args.checkpoint, base.eos_ids))
+    own = load_tokenizer(folder)
+    config = replace(config, eos_ids=eos_ids(folder, config.eos_ids, own))
+    base = replace(base, eos_ids=eos_ids(args.checkpoint, base.eos_ids, tokenizer))
     for field in fields(base):
         ours, theirs = (getattr(c, field.name) for c in (base, config))
         if ours != theirs:
             text = f"{field.name} is {theirs}, but {ours} in {args.checkpoint}"
             raise ValueError(f"{text}; --models are fine-tunes of --checkpoint")
     tokens = lambda t: [*map(t.id_to_token, range(t.vocab_size))]
-    if tokens(load_tokenizer(folder)) != tokens(tokenizer):
+    if tokens(own) != tokens(tokenizer):
         raise ValueError(f"its tokenizer has other tokens than that of {args.checkpoint}")
 
 
@@ -482,7 +489,9 @@ def cascade_engine(args: GenerateConfig, service: serving_batch.Service) -> Any:
     from serving.cascade_engine import CascadeEngine
 
     gate = read_gate(args)
-    return partial(CascadeEngine, build_service(small_args(args, gate)), gate, service)
+    small = small_args(args, gate)
+    with open_gguf(small):
+        return partial(CascadeEngine, build_service(small), gate, service)
 
 
 def serve_engine(
@@ -508,7 +517,7 @@ def served_model(args: GenerateConfig, tokenizer: Tokenizer, capacity: int, voca
     """The Model that calls of the API are parsed against."""
     from serving.openai_api import Model
 
-    name = Path(args.dummy or args.checkpoint).resolve().stem
+    name = Path(args.dummy).resolve().stem if args.dummy else model_name(args.checkpoint)
     template = None if args.dummy else load_chat_template(args.checkpoint)
     max_bytes = capacity * tokenizer.max_token_bytes
     names = [name for name, _ in args.adapters or args.models or ()]

@@ -341,11 +341,12 @@ def plot(reports: dict[str, Report], path: Path) -> None:
 def load_engine(flags: list[str]) -> Any:
     """The Engine of generate.py --bench-serving with these flags."""
     from generation.config import parse_args
-    from generation.load import pick_device
+    from generation.load import open_gguf, pick_device
     from serving.run import load_engine
 
     args = parse_args(["--bench-serving", *flags])
-    return load_engine(args, pick_device(args.device))
+    with open_gguf(args):
+        return load_engine(args, pick_device(args.device))
 
 
 def calibrate(path: Path, engine: Any) -> str:

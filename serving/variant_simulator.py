@@ -303,11 +303,12 @@ def build_forms(folders: Sequence[Path]) -> dict[str, tuple[Any, int]]:
     others as they are. ValueError if one cannot be loaded or its tokenizer differs."""
     from generation.config import parse_args
     from generation.early_exit import slice_layers
-    from generation.load import load, pick_device
+    from generation.load import load, open_gguf, pick_device
 
     def loaded(folder: Path, *flags: str) -> Any:
         args = parse_args(["--checkpoint", str(folder), *flags])
-        model, tokenizer = load(args, pick_device(args.device))
+        with open_gguf(args):
+            model, tokenizer = load(args, pick_device(args.device))
         if tokenizer.vocab_size != vocab.setdefault("size", tokenizer.vocab_size):
             raise ValueError(f"--checkpoint {folder}: its tokenizer differs from {folders[0]}'s")
         return model

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import moe
-from huggingface.weights import allocate, load_checkpoint, read_config
+from huggingface.weights import allocate, check_folder, load_checkpoint, read_config
 from model import CONFIGS, ModelConfig, MoE, Transformer
 from parallelism.dist_env import DistEnv
 from parallelism.parallel_dims import ParallelDims
@@ -41,13 +41,15 @@ def model_config(args: TrainConfig) -> ModelConfig:
     if args.resume:
         return ModelConfig.from_hf(saved_run(args.out)[2]["config"])
     if args.init is not None:
-        if not args.init.is_dir():
-            raise ValueError(f"--init {args.init}: no such folder")
         if (args.init / "adapter_config.json").exists():
             raise ValueError(
                 f"--init {args.init}: holds LoRA adapters; merge them first with train.py --out "
                 f"{args.init} --export DIR --set lora_merged=true"
             )
+        try:
+            check_folder(args.init)
+        except ValueError as e:  # begins with the path
+            raise ValueError(f"--init {e}") from None
         config = read_config(args.init / "config.json")
         return upcycle_config(config, args) if args.upcycle else config
     if args.model in CONFIGS or Path(args.model).exists():
