@@ -1237,6 +1237,10 @@ FAMILIES = {  # name: (transformers' config class, changes of SHAPE)
     "llama-llama3": ("Llama", rope("llama3", **LLAMA3)),
     "llama-yarn": ("Llama", rope("yarn", **YARN)),
     "llama-yarn-options": ("Llama", rope("yarn", **YARN_256, **YARN_OPTIONS) | WIDE),
+    "llama-yarn-outer-length": (  # the number outside counts
+        "Llama",
+        rope("yarn", **YARN) | dict(original_max_position_embeddings=24),
+    ),
     "llama-yarn-attention-factor": ("Llama", rope("yarn", **YARN_256, attention_factor=0.8) | WIDE),
     "mistral": ("Mistral", dict(sliding_window=9)),
     "mistral-no-window": ("Mistral", dict(sliding_window=None)),
@@ -1492,6 +1496,11 @@ BAD_CONFIGS = [  # field of a Llama's config.json, its value, the field that the
     ("sliding_window", 4096, "sliding_window"),
     ("logit_scale", 0.5, "logit_scale.*may change"),
     ("quantization_config", {"quant_method": "gptq", "bits": 4}, "quantization_config"),
+    ("quantization_config", {"quant_method": "awq", "x": "y" * 999}, "quant_method 'awq'.{,40}$"),
+    ("layer_types", ["full_attention"] * 94, "layer_types.{,99}$"),
+    *(("eos_token_id", ids, "eos_token_id.*below 97") for ids in (10**9, [2, 97], -1, True)),
+    *((key, x, key) for key in ("dtype", "torch_dtype") for x in ("complex64", ["float32"])),
+    ("model_type", "kimi_k3", "model_type is 'kimi_k3'"),
     ("quantization_config", FP8_OPTIONS | {"activation_scheme": "static"}, "activation_scheme"),
     ("rope_scaling", {"rope_type": "longrope", "factor": 2.0}, "rope_type.*longrope"),
     ("rope_scaling", LLAMA3_UNORDERED, "low_freq_factor"),
@@ -1557,6 +1566,22 @@ def test_config_unknown_fields_without_effect_are_one_warning(tmp_path, caplog):
     assert record.getMessage().endswith("ignored: logit_scale, release_notes, trained_with")
 
 
+def test_config_fields_of_attention_kernels_and_aliases():
+    """Fields that choose a kernel change nothing; Kimi K2 is DeepSeek-V3; a multimodal config.json
+    is refused with the part that is not read."""
+    kernels = ("_attn_implementation", "attn_implementation", "_experts_implementation")
+    hf = LLAMA_HF | dict.fromkeys(kernels, "eager") | {"dtype": "bfloat16"}
+    hf |= dict(_flash_attn_2_enabled=True, use_flash_attn=True, original_max_position_embeddings=9)
+    assert M.ModelConfig.from_hf(hf) == tiny()
+    config = latent()
+    kimi = M.ModelConfig.from_hf(config.to_hf() | {"model_type": "kimi_k2"})
+    assert kimi == config and config.family == "deepseek_v3"
+    with pytest.raises(ValueError, match="'gemma3', whose text_config .'gemma3_text'. is not read"):
+        M.ModelConfig.from_hf(
+            {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}
+        )
+
+
 # --------------------------------------------------------------------------------------------------
 # huggingface/weights.py: folders
 # --------------------------------------------------------------------------------------------------
@@ -1594,6 +1619,53 @@ def test_weights_fp8_is_dequantized_by_block_scales(tmp_path):
         save_file(changes, path)
         with pytest.raises(ValueError, match=scale):
             HF.load_checkpoint(tmp_path)
+
+
+def test_weights_cast_to_fp8_without_scales(tmp_path):
+    """Without any scale in the folder they are the weights; a config.json that names a format with
+    scales is refused."""
+    HF.save_checkpoint(random_model(latent(n_mtp_layers=0)).bfloat16(), tmp_path)
+    path = tmp_path / "model.safetensors"
+    stored = {n: w.to(E4M3) if "_proj" in n else w for n, w in load_file(path).items()}
+    save_file(stored, path)
+    tensors = HF.hf_tensors(HF.load_checkpoint(tmp_path))
+    assert all(torch.equal(tensors[name], w.bfloat16()) for name, w in stored.items())
+    hf = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(hf | {"quantization_config": FP8_OPTIONS}))
+    with pytest.raises(ValueError, match="missing tensors: .*_scale_inv"):
+        HF.load_checkpoint(tmp_path)
+
+
+def test_weights_of_an_index_that_differs_from_the_shards(tmp_path):
+    """What is computed or copied (inv_freq, the head of a tied model) may be in the index or in a
+    shard alone, as in transformers."""
+    model = random_model(tiny(tie_embeddings=True))
+    HF.save_checkpoint(model, tmp_path, 60_000)
+    bad = BadFolder(tmp_path)
+    for i, shard in enumerate(bad.shards[:2]):
+        inv_freq = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+        save_file(load_file(shard) | inv_freq, shard, {"format": "pt"})
+    for name in ("lm_head.weight", "model.layers.2.self_attn.rotary_emb.inv_freq"):
+        bad.point(name, bad.shards[0].name)
+    got = HF.load_checkpoint(tmp_path)
+    assert bitwise_equal(dict(got.state_dict()), dict(model.state_dict()))
+    head = {"lm_head.weight": model.embed.weight.detach().clone()}
+    save_file(load_file(bad.shards[1]) | head, bad.shards[1], {"format": "pt"})
+    reference = transformers().AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    ids = random_tokens(tiny(), 1, 9)
+    close(HF.load_checkpoint(tmp_path)(ids), reference(ids).logits, 1e-4)
+
+
+def test_weights_files_have_the_mode_of_the_umask(tmp_path, monkeypatch):
+    """And the umask, which is of all threads, is not set meanwhile."""
+    before = os.umask(0o027)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "umask", None)
+            HF.save_checkpoint(random_model(tiny()), tmp_path)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o640}
 
 
 def test_weights_in_shards_and_their_dtype(tmp_path):
@@ -1711,6 +1783,11 @@ class BadFolder:
         changed = load_file(self.weights) | changes
         save_file({name: x for name, x in changed.items() if x is not None}, self.weights)
 
+    def packed(self, config, **fields):
+        names = (Q_PROJ.replace("weight", leaf) for leaf in ("qweight", "qzeros", "scales"))
+        self.tensors(**{Q_PROJ: None}, **{name: torch.ones(2) for name in names})
+        (self.folder / config).write_text(json.dumps(fields))
+
     def point(self, name, file):
         text = json.loads(self.index.read_text())
         text["weight_map"][name] = file
@@ -1731,7 +1808,7 @@ class BadFolder:
         self.index.write_text(text)
 
 
-AGAIN, OUTSIDE = "download the shards again", '{"weight_map": {"x": "../x.safetensors"}}'
+AGAIN, OUTSIDE = "download it and the index again", '{"weight_map": {"x": "../x.safetensors"}}'
 BAD_FOLDERS = {
     "no folder": (lambda f: shutil.rmtree(f.folder), "ckpt.*folder"),
     "no config": (lambda f: f.config.unlink(), "config.json"),
@@ -1754,8 +1831,27 @@ BAD_FOLDERS = {
     "index broken": (lambda f: f.index_only('{"weight_map": '), "index.json"),
     "shards swapped": (lambda f: f.swap_shards(), AGAIN),
     "shards: index lists more": (lambda f: f.point("more", f.shards[0].name), f"more.*{AGAIN}"),
+    "shards: one tensor twice": (
+        lambda f: save_file(load_file(f.shards[0]) | load_file(f.shards[1]), f.shards[1]),
+        "is in model-00001-of-.*safetensors too",
+    ),
     "shards: name of two lines": (lambda f: f.point("a", "b\nc"), r"missing files: 'b\\nc'"),
     "shards: one is missing": (lambda f: f.shards[1].unlink(), "lists missing files"),
+    "GPTQ of AutoGPTQ": (lambda f: f.packed("quantize_config.json", bits=4), "GPTQ or AWQ"),
+    "GPTQ of GPTQModel": (
+        lambda f: f.packed("quantize_config.json", quant_method="gptq"),
+        "gptq weights are not",
+    ),
+    "AWQ of AutoAWQ": (lambda f: f.packed("quant_config.json", quant_method="awq"), "awq weights"),
+    "bitsandbytes": (
+        lambda f: f.tensors(**{f"{Q_PROJ}.absmax": torch.ones(3)}),
+        "bitsandbytes weights are not",
+    ),
+    "an adapter": (
+        lambda f: f.config.rename(f.folder / "adapter_config.json"),
+        "LoRA adapter.*--adapter",
+    ),
+    "tied, undeclared": (lambda f: f.tensors(**{"lm_head.weight": None}), "tie_word_embeddings to"),
     "tied: the head differs": (
         lambda f: f.tensors(**{"lm_head.weight": torch.ones(97, 48)}),
         "lm_head.weight differs.*tie_word_embeddings",
@@ -1768,7 +1864,7 @@ def test_weights_of_a_bad_folder_are_refused(fault, tmp_path, capsys):
     """generate.py on a bad folder: one line that names the file and the fix, exit code 2; never a
     model with wrong weights."""
     folder, (spoil, words) = tmp_path / "ckpt", BAD_FOLDERS[fault]
-    model = random_model(tiny(tie_embeddings=fault.startswith("tied")))
+    model = random_model(tiny(tie_embeddings=fault.startswith("tied:")))
     HF.save_checkpoint(model, folder, 60_000 if fault.startswith("shards") else 10**9)
     spoil(BadFolder(folder))
     assert G.main(["hi", "--checkpoint", str(folder)]) == 2
@@ -19433,11 +19529,11 @@ def test_gguf_tokenizer_of_pieces(space, tmp_path):
             GT.write(tmp_path, 910)
 
 
-def gguf_mixed(path: Path) -> dict[str, torch.Tensor]:
+def gguf_mixed(path: Path, **options) -> dict[str, torch.Tensor]:
     """A llama file of 256 columns with a format per tensor, written with the gguf package; returns
     its tensors as that package dequantizes them."""
     gguf, rng = GF.package(), np.random.default_rng(0)
-    writer, tensors = gguf.GGUFWriter(path, "llama"), {}
+    writer, tensors = gguf.GGUFWriter(path, "llama", **options), {}
     sizes = dict(block_count=3, context_length=64, embedding_length=256, feed_forward_length=512)
     for name, value in (sizes | dict(head_count=4, head_count_kv=2, vocab_size=300)).items():
         getattr(writer, f"add_{name}")(value)
@@ -19508,6 +19604,61 @@ def test_gguf_formats_by_layer(tmp_path):
     assert {m.scheme.name for m in quantize_kinds(int8, Q.QuantizedLinear).values()} == {"int8"}
     whole, _ = gguf_opened(path, "--dtype", "fp32", "--offload", "cpu")
     assert not quantize_kinds(whole, Q.QuantizedLinear)
+
+
+@needs_gguf
+def test_gguf_of_every_type(tmp_path):
+    """Random blocks of every type that the gguf package dequantizes: its values. Another type is
+    named in the error."""
+    gguf, rng, want = GF.package(), np.random.default_rng(0), {}
+
+    def write(path: Path, kinds: list) -> Path:
+        writer = gguf.GGUFWriter(path, "llama")
+        for kind in kinds:
+            block, size = gguf.GGML_QUANT_SIZES[kind]
+            data = rng.integers(0, 256, (3, 512 // block * size), dtype=np.uint8)
+            with contextlib.suppress(NotImplementedError):
+                want[kind.name] = gguf.quants.dequantize(data, kind)
+            writer.add_tensor(kind.name, data, raw_dtype=kind)
+        writer.write_header_to_file(), writer.write_kv_data_to_file()
+        writer.write_tensors_to_file(), writer.close()
+        return path
+
+    kinds = gguf.GGMLQuantizationType
+    exact = {kinds.F32, kinds.F16}  # whose bytes the package takes for values
+    known = [kind for kind in gguf.quants._type_traits if kind.name in GF.TYPES]
+    assert len(known) == len(GF.TYPES) - len(exact) > 20
+    tensors = GF.Header(write(tmp_path / "all.gguf", known)).tensors
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(tensor.read().float().numpy(), want[name], name)
+    with pytest.raises(ValueError, match="has type Q8_K, which is not supported"):
+        GF.Header(write(tmp_path / "other.gguf", [kinds.Q8_K]))
+
+
+@needs_gguf
+def test_gguf_in_parts_is_the_whole_file(tmp_path):
+    """A file that the gguf package splits has the tensors of the whole one, under the name of the
+    first part without its number; a part that is missing, of another model or not the first is
+    named."""
+    want = gguf_mixed(tmp_path / "whole.gguf")
+    gguf_mixed(tmp_path / "x.gguf", split_max_tensors=12)
+    parts = sorted(tmp_path.glob("x-*.gguf"))
+    header = GF.read_header(parts[0])
+    assert len(parts) == 3 and header.tensors.keys() == want.keys()
+    models = [
+        gguf_opened(path, "--dtype", "fp32")[0] for path in (tmp_path / "whole.gguf", parts[0])
+    ]
+    assert bitwise_equal(*(quantize_raw(model) for model in models))
+    with GGUF.as_folder(parts[0]) as folder:
+        assert GGUF.model_name(folder) == "x"
+    with pytest.raises(ValueError, match=f"{parts[1].name}: is one of 3 parts; give the first"):
+        GF.read_header(parts[1])
+    shutil.copy(parts[1], parts[2])
+    with pytest.raises(ValueError, match=f"{parts[2].name}: split.no is not"):
+        GF.read_header(parts[0])
+    parts[2].unlink()
+    with pytest.raises(ValueError, match=f"{parts[2].name}: No such file"):
+        GF.read_header(parts[0])
 
 
 @needs_gguf
@@ -19605,6 +19756,9 @@ GGUF_NEUTRAL = {  # what converters also write, and does not change the model
     "tokenizer.ggml.pre": "default", "tokenizer.ggml.add_sep_token": False,
     "tokenizer.ggml.seperator_token_id": 2, "tokenizer.ggml.remove_extra_whitespaces": False,
     "tokenizer.ggml.precompiled_charsmap": [0, 1], "tokenizer.chat_template.tool_use": "x",
+    "llama.rope.scaling.yarn_attn_factor": 1.0, "llama.rope.scaling.attn_factor": 1.0,
+    "llama.rope.scaling.yarn_ext_factor": 1.0, "llama.expert_group_count": 0,
+    "llama.expert_group_used_count": 0,
 }  # fmt: skip
 
 
@@ -19624,6 +19778,61 @@ def test_gguf_metadata_of_converters(tmp_path):
     assert scaling == {"rope_type": "linear", "factor": 2.0}  # llama.cpp's default type
     meta["tokenizer.ggml.tokens"][270:272] = ["<|eom_id|>", "<|eot_id|>"]
     assert read(meta | {"tokenizer.ggml.eot_token_id": 271}).eos_ids == (2, 271, 270)
+
+
+@needs_gguf
+def test_gguf_defaults_of_llama_cpp(tmp_path):
+    """Model "llama" has BOS 1, EOS 2 and unknown 0 unless the file says otherwise, and needs no
+    types and no scores: the same files as with them."""
+    gguf_mixed(tmp_path / "file.gguf")
+    header = GF.Header(tmp_path / "file.gguf")
+    path, meta, names = header.path, header.metadata, header.tensors
+    start, whole = "tokenizer.ggml.", GT.read(path, meta)
+    config = GGUF.read_config(path, meta, names, None)
+    assert config["bos_token_id"] == 1 and config["eos_token_id"] == [2]
+    ids = {f"{start}{name}_token_id" for name in ("bos", "eos", "unknown")}
+    for absent in (
+        *({id} for id in ids),
+        ids,
+        {f"{start}token_type"},
+        {f"{start}token_type", *ids},
+    ):
+        less = {key: value for key, value in meta.items() if key not in absent}
+        assert GT.read(path, less) == whole, absent
+        assert GGUF.read_config(path, less, names, None) == config
+    less = {key: value for key, value in meta.items() if key != f"{start}scores"}
+    zeros = meta | {f"{start}scores": [0.0] * 300}
+    assert GT.read(path, less) == GT.read(path, zeros) != whole
+
+
+@needs_gguf
+def test_gguf_and_all_programs_end_a_text_at_the_same_ids(tmp_path):
+    """generate.py, --batch and --serve of a folder whose config.json, generation_config.json and
+    tokenizer name other ids stop at all of them and at no other, and so they do for its GGUF file,
+    although it has a token that llama.cpp takes for an end. Both have the same name and template."""
+    folder, path = tmp_path / "model.v1", tmp_path / "model.v1.gguf"
+    gguf_tokenizer_folder(write_json(folder))
+    ends = (5, 6, 7, 8, K.load_tokenizer(folder).eos_id)
+    added = {"903": added_token("<|im_end|>", special=True)}
+    config = {"added_tokens_decoder": added, "chat_template": CHATML + "{{ eos_token }}"}
+    write_json(folder, tokenizer_config=BEGIN | config)
+    write_json(folder, generation_config={"eos_token_id": [7, 8]})
+    HF.save_checkpoint(random_model(tiny(vocab_size=910, eos_ids=(5, 6))), folder)
+    assert run_generate("--checkpoint", folder, "--save", path).code == 0
+    templates = []
+    for source in (folder, path):
+        args = G.parse_args(["--checkpoint", str(source), "--batch", "x", "--device", "cpu"])
+        with LOAD.open_gguf(args):
+            service = SRUN.build_service(args)
+            assert service.engine.eos == {*ends} == {*service.eos}
+            model = SRUN.served_model(args, service.tokenizer, 9, 910)
+            assert model.name == "model.v1"
+            templates.append(model.template.render([message("user", "x")]))
+        for id in (*ends, 903, 9):
+            flags = f"--set logit_bias={id}:1e4 --max-new-tokens 3 --json --checkpoint {source}"
+            done = json.loads(run_generate("x", *flags.split()).out)
+            assert done["finish_reason"] == ("eos" if id in ends else "length"), id
+    assert templates[0] == templates[1] and templates[0].endswith("<|end|>")
 
 
 @needs_gguf

@@ -95,9 +95,7 @@ FAMILY_NAMES = {"mixtral": MIXTRAL_NAMES}  # overrides of HF_NAMES by family
 def read_config(path: str | os.PathLike) -> ModelConfig:
     """The ModelConfig of a config.json file. ValueError names the file, the field and the fix."""
     path = Path(path)
-    if path.name == "config.json" and not path.exists():
-        check_folder(path.parent)
-    check_not_gguf(path)
+    check_kind(path.parent if path.name == "config.json" else path)
     try:
         hf = json.loads(path.read_text(encoding="utf-8"))
     except OSError as e:
@@ -118,13 +116,7 @@ def read_config(path: str | os.PathLike) -> ModelConfig:
 
 def check_folder(path: Path) -> None:
     """ValueError, with what it is instead, unless a checkpoint is the folder of a model."""
-    check_not_gguf(path)
-    adapter = path / "adapter_config.json"
-    if adapter.exists() and not (path / "config.json").exists():
-        raise ValueError(
-            f"{path}: holds a LoRA adapter ({adapter.name}), not a model; give the folder of its "
-            f"base model, and --adapter {path}"
-        )
+    check_kind(path)
     if not path.is_dir():
         what = "a file; give its folder" if path.exists() else "no such folder; download it first"
         raise ValueError(
@@ -132,8 +124,14 @@ def check_folder(path: Path) -> None:
         )
 
 
-def check_not_gguf(path: Path) -> None:
-    """ValueError for a GGUF file where quantization/gguf.py's as_folder has not opened it."""
+def check_kind(path: Path) -> None:
+    """ValueError for a LoRA adapter, and for a GGUF file that gguf.as_folder has not opened."""
+    adapter = path / "adapter_config.json"
+    if adapter.exists() and not (path / "config.json").exists():
+        raise ValueError(
+            f"{path}: holds a LoRA adapter ({adapter.name}), not a model; give the folder of its "
+            f"base model, and --adapter {path}"
+        )
     if path.suffix == ".gguf" and path.is_file():
         raise ValueError(
             f"{path}: a GGUF file, which only generate.py's flags and serving.cluster open; give "
