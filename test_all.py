@@ -17455,7 +17455,7 @@ def test_page_compares_two_servers(page, tmp_path):
     browser.wait(lambda: path.exists() and path.read_text().count("\n") == 3)
     browser.send("Page.navigate", url="about:blank")
     browser.session = first
-    assert [*DA.read_preferences(path)] == want
+    assert [pair[:3] for pair in DA.read_preferences(path)] == want
 
 
 # --------------------------------------------------------------------------------------------------
@@ -20268,7 +20268,19 @@ def data_chatml(messages, add_generation_prompt):
     return text + ("<assistant>" if add_generation_prompt else "")
 
 
-data_letters = lambda text: [ord(c) for c in text]
+class DataLetters(K.Tokenizer):
+    """A token is a character."""
+
+    vocab_size = 1 << 21
+
+    def encode(self, text, bos=True):
+        return [ord(c) for c in text]
+
+    def encode_with_offsets(self, text):
+        return self.encode(text), [(i, i + 1) for i in range(len(text))]
+
+
+data_letters = DataLetters()
 DATA_CHAT = [
     message("user", "hi"),
     message("assistant", "yes?"),
@@ -20288,7 +20300,11 @@ def data_read(rows, packed=False):
 def test_data_chat_loss_mask_covers_assistant_tokens():
     """With the text that ends its turn; prompts, other turns and what comes after are read; pieces
     of prompts alone are dropped."""
-    rows = lambda chats, *how: TRAIN_CHATS.chat_rows(chats, data_chatml, data_letters, *how)
+
+    def rows(chats, *how):
+        chats = [DA.Conversation(chat) for chat in chats]
+        return TRAIN_CHATS.chat_rows(chats, data_chatml, data_letters, *how)
+
     assert data_read(rows([DATA_CHAT, DATA_CHAT[:2]], 100, False)) == [
         (data_chatml(DATA_CHAT, False), "yes?</>\n42</>\n"),
         (data_chatml(DATA_CHAT[:2], False), "yes?</>\n"),
@@ -20300,21 +20316,162 @@ def test_data_chat_loss_mask_covers_assistant_tokens():
 
 
 def test_data_preference_pairs_are_two_rows():
-    """Chosen first; completions are targets, with what ends them; strings or messages, and messages
-    may repeat the prompt's."""
-    pairs = [("hi", "yes", "no"), (DATA_CHAT[:3], DATA_CHAT[:4], "41")]
-    rows = lambda pairs, render, T: TRAIN_CHATS.preference_rows(pairs, render, data_letters, T)
-    chats, begin = rows(pairs, data_chatml, 80), "<user>hi</>\n<assistant>"
+    """Chosen first; the assistant's turns of completions are targets, with what ends them; strings
+    or messages, and messages may repeat the prompt's; truncated at the end of the row."""
+    pairs = [DA.Preference("hi", "yes", "no"), DA.Preference(DATA_CHAT[:3], DATA_CHAT[:4], "41")]
+    rows = lambda pairs, T: TRAIN_CHATS.preference_rows(pairs, data_chatml, data_letters, T)
+    chats, begin = rows(pairs, 80), "<user>hi</>\n<assistant>"
     longer = data_chatml(DATA_CHAT[:3], True)
     assert data_read(chats) == [
         *((begin + said, said) for said in ("yes</>\n", "no</>\n")),
         *((longer + said, said) for said in ("42</>\n", "41</>\n")),
     ]
-    assert torch.equal(rows([(DATA_CHAT[:3], "42", "41")], data_chatml, 80), chats[2:])
-    plain = rows(pairs[:1], None, 8)
-    assert plain[0, 1:4].tolist() == [~104, ~105, 121]
-    assert data_read(plain) == [("\1hiyes\2", "yes\2"), ("\1hino\2", "no\2")]
-    assert [said for _, said in data_read(rows(pairs[:1], None, 4))] == ["ye", "no"]
+    assert torch.equal(rows([DA.Preference(DATA_CHAT[:3], "42", "41")], 80), chats[2:])
+    assert [said for _, said in data_read(rows(pairs[:1], len(begin) + 1))] == ["ye", "no"]
+    turns = DA.Preference("hi", DATA_CHAT[1:], "no")
+    assert data_read(rows([turns], 99))[0] == (data_chatml(DATA_CHAT, False), "yes?</>\n42</>\n")
+
+
+TURN_TEMPLATES = [  # with the {% generation %} mark of transformers' assistant masks
+    "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content }}</s>\n{% endgeneration %}{% else %}{{ m.content }}</s>\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
+    # the border is inside of the token " x" where a tokenizer has it
+    "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content }}<|end|>{% endgeneration %}{% else %}{{ m.content }}\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}",
+]
+
+
+@pytest.mark.parametrize("name", ["llama2", "llama2/pieces", "llama2 legacy", "mistral", "qwen"])
+def test_data_chats_are_encoded_and_masked_as_by_transformers(text_folders, tmp_path, name):
+    """Ids and targets are those of apply_chat_template on the whole conversation, also where a
+    token straddles the border of a turn. With a template whose prompts end in a line, the ids begin
+    with those of each prompt in generation. Chosen and rejected rows are such conversations."""
+    shutil.copytree(text_folders / name, tmp_path, dirs_exist_ok=True)
+    tables = text_folders / name.removesuffix("/pieces")
+    reference = transformers().AutoTokenizer.from_pretrained(tables)
+    chat = [message("user", "def f(x):"), message("assistant", "return {**x} é"), *DATA_CHAT]
+    for template in TURN_TEMPLATES:
+        (tmp_path / "chat_template.jinja").write_text(template)
+        render, tokenizer = TX.load_chat(tmp_path)
+        want = reference.apply_chat_template(
+            chat, chat_template=template, return_assistant_tokens_mask=True, return_dict=True
+        )
+        values = TRAIN_CHATS.chat_tokens(chat, render, tokenizer)
+        assert torch.where(values < 0, ~values, values).tolist() == want["input_ids"]
+        mask, (_, spans) = (
+            want["assistant_masks"],
+            tokenizer.encode_with_offsets(render(chat, False)),
+        )
+        for i, (last, span) in enumerate(pairwise(spans), 1):
+            mask[i] |= mask[i - 1] & (last[0] == span[0])  # all tokens of a turn's last character
+        assert (values >= 0).int().tolist() == mask
+        pair = DA.Preference(chat[:3], chat[3]["content"], "né")
+        rows = TRAIN_CHATS.preference_rows([pair], render, tokenizer, 200)
+        for row, reply in zip(rows, (chat[3]["content"], "né"), strict=True):
+            whole = reference.apply_chat_template(
+                [*chat[:3], message("assistant", reply)], chat_template=template, return_dict=True
+            )["input_ids"]
+            read, targets, _ = DA.decode(row[None].long(), False)
+            assert read[0, : len(whole)].tolist() == whole
+            said = targets[targets != DA.IGNORE].tolist()
+            assert whole[-len(said) :] == said and said[-1] == whole[-1]
+            assert reply in tokenizer.decode(said) and "sum" not in tokenizer.decode(said)
+        for i, turn in enumerate(chat):
+            if turn["role"] == "assistant" and template is TURN_TEMPLATES[0]:
+                prompt = tokenizer.encode(render(chat[:i], True), bos=False)
+                assert want["input_ids"][: len(prompt)] == prompt
+                assert not any(want["assistant_masks"][len(prompt) - 1 : len(prompt)])
+
+
+def test_data_tools_and_weights_of_conversations(tmp_path, text_folders):
+    """Tools are rendered as by transformers; a turn of weight 0 is read, not a target; tool calls
+    without content are targets, their arguments objects; null is as absent."""
+    template = (
+        "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<{{ m.role }}>"
+        "{{ m.content }}{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}</>"
+        "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    shutil.copytree(text_folders / "qwen", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    render, tokenizer = TX.load_chat(tmp_path)
+    reference = transformers().AutoTokenizer.from_pretrained(tmp_path)
+    tools = [{"type": "function", "function": {"name": "sum", "parameters": {"type": "object"}}}]
+    call = {"name": "sum", "arguments": '{"of": [1, 2]}'}
+    chat = [
+        message("user", "hi") | {"name": None},
+        message("assistant", "yes?") | {"weight": 0, "refusal": None},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "a", "function": call}]},
+        message("tool", "3") | {"tool_call_id": "a"},
+        message("assistant", "3!") | {"weight": 1, "tool_calls": None},
+    ]
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps({"messages": chat, "tools": tools, "id": 7, "source": None}))
+    read = DA.read_conversations(path)
+    row = TRAIN_CHATS.chat_rows(read, render, tokenizer, 400, False).long()
+    inputs, targets, _ = DA.decode(row, False)
+    objects = copy.deepcopy(chat)
+    objects[2]["tool_calls"][0]["function"]["arguments"] = {"of": [1, 2]}
+    objects[2]["content"] = ""
+    want = reference.apply_chat_template(objects, tools=tools, return_dict=True)["input_ids"]
+    assert inputs[0, : len(want)].tolist() == want
+    said = tokenizer.decode(targets[targets != DA.IGNORE].tolist())
+    assert said == '{"name": "sum", "arguments": {"of": [1, 2]}}</>3!</>'
+    prompt = {"prompt": chat[:1], "answer": "3", "tools": tools}
+    path.write_text(json.dumps(prompt))
+    text = TRAIN_CHATS.prompt_text(DA.read_prompts(path)[0], render)
+    assert text == json.dumps(tools) + "<user>hi</><assistant>"
+    path.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c", "tools": tools}))
+    pair = TRAIN_CHATS.preference_rows(DA.read_preferences(path), render, tokenizer, 400)
+    ids = torch.where(pair < 0, ~pair, pair) % DA.START
+    assert all(tokenizer.decode(row.tolist()).startswith(json.dumps(tools)) for row in ids)
+
+
+JSONL_READERS = {  # --task, and --choices -> (reader, a line that it accepts)
+    "text": (DA.read_documents, {"text": "x"}),
+    "sft": (DA.read_conversations, {"messages": DATA_CHAT}),
+    "dpo": (DA.read_preferences, {"prompt": "x", "chosen": "y", "rejected": DATA_CHAT[1:2]}),
+    "grpo": (DA.read_prompts, {"prompt": DATA_CHAT[:1], "answer": "1"}),
+    "choices": (DA.read_questions, {"prompt": "x", "choices": ["a", "b"], "answer": 1}),
+}
+
+
+def jsonl_mutated(rng: random.Random, value: Any) -> Any:
+    """A JSON value with some parts replaced by others, removed, or with fields added."""
+    names = ("role", "content", "weight", "tool_calls", "tools", "function", "name", "text", "x")
+    others = (None, True, 0, 1, -3, 0.5, 1e400, "", "x", "assistant", "\ud800", [], {}, [{}])
+    calls = [{"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}]
+    if rng.random() < 0.04:
+        return copy.deepcopy(rng.choice((*others, calls, DATA_CHAT)))
+    if isinstance(value, dict):
+        made = {k: jsonl_mutated(rng, v) for k, v in value.items() if rng.random() < 0.98}
+        if rng.random() < 0.15:
+            made[rng.choice(names)] = rng.choice((*others, calls))
+        return made
+    return [jsonl_mutated(rng, v) for v in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("task", JSONL_READERS)
+def test_data_mutated_lines_are_accepted_or_refused_by_name(tmp_path, task):
+    """Of every task: a mutated line gives rows or one ValueError of one line, which names the file,
+    the line and, if the line is an object, a field. Both happen."""
+    rng, path, outcomes = random.Random(task), tmp_path / "x.jsonl", Counter()
+    (read, line), made = JSONL_READERS[task], {}
+    made["sft"] = lambda items: TRAIN_CHATS.chat_rows(items, data_chatml, data_letters, 40, True)
+    made["dpo"] = lambda items: TRAIN_CHATS.preference_rows(items, data_chatml, data_letters, 90)
+    for _ in range(300):
+        mutated = jsonl_mutated(rng, line)
+        path.write_text(f"{json.dumps(line)}\n{json.dumps(mutated)}\n")
+        try:
+            made.get(task, len)(read(str(path) if task == "text" else path))
+            outcomes["accepted"] += 1
+        except ValueError as e:
+            outcomes["refused"] += 1
+            assert str(e).startswith(f"{path}: line 2") and "\n" not in str(e), e
+            known = '"', "messages", "completion", "prompt"
+            assert not isinstance(mutated, dict) or any(word in str(e) for word in known), e
+    assert min(outcomes["accepted"], outcomes["refused"]) > 20, outcomes
 
 
 def test_data_files_of_chats_preferences_and_prompts(tmp_path):
@@ -20325,13 +20482,15 @@ def test_data_files_of_chats_preferences_and_prompts(tmp_path):
         path.write_text("\n\n".join(json.dumps(o) for o in objects) + "\n", encoding="utf-8")
         return path
 
-    assert [*DA.read_conversations(lines({"messages": DATA_CHAT}))] == [DATA_CHAT]
+    first = f"{tmp_path}/x.jsonl: line 1"
+    assert DA.read_conversations(lines({"messages": DATA_CHAT})) == [(DATA_CHAT, None, first)]
     pair = {"chosen": "a", "rejected": [DATA_CHAT[1]]}
     given = lines(pair | {"prompt": "p"}, pair | {"messages": DATA_CHAT[:1]})
-    read = [("p", "a", [DATA_CHAT[1]]), (DATA_CHAT[:1], "a", [DATA_CHAT[1]])]
-    assert [*DA.read_preferences(given)] == read
+    read = [("p", "a", [DATA_CHAT[1]], None), (DATA_CHAT[:1], "a", [DATA_CHAT[1]], None)]
+    assert [pair[:4] for pair in DA.read_preferences(given)] == read
     prompts = lines({"prompt": "1+1", "answer": 2}, {"prompt": DATA_CHAT[:1], "answer": "x"})
-    assert DA.read_prompts(prompts) == [("1+1", "2"), (DATA_CHAT[:1], "x")]
+    read = [("1+1", "2", None), (DATA_CHAT[:1], "x", None)]
+    assert [prompt[:3] for prompt in DA.read_prompts(prompts)] == read
 
 
 @pytest.mark.parametrize("read, line, words", [
@@ -20340,6 +20499,31 @@ def test_data_files_of_chats_preferences_and_prompts(tmp_path):
     ("conversations", {"messages": []}, 'line 3: "messages" is empty'),
     ("conversations", {"messages": ["x"]}, 'line 3: "messages"[0] must be an object'),
     ("conversations", {"messages": [{"role": "user"}]}, '[0] needs a string "content"'),
+    ("conversations", {"messages": DATA_CHAT, "functions": []}, 'line 3: unknown field "functions"'),
+    ("conversations", {"messages": DATA_CHAT, "tools": {}}, '"tools" must be a list'),
+    ("conversations", {"messages": DATA_CHAT, "tools": [{"type": "function"}]},
+     '"tools"[0] must have type "function" and an object "function"'),
+    ("conversations", {"messages": [message("user", "x") | {"train": False}]},
+     '"messages"[0]: unknown field "train"'),
+    ("conversations", {"messages": [message("user", "x") | {"weight": 0}]},
+     '"messages"[0]: "weight" is a field of messages of the assistant'),
+    ("conversations", {"messages": [message("assistant", "x") | {"weight": 0.5}]},
+     '"weight" must be 0 or 1, not 0.5'),
+    ("conversations", {"messages": [{"role": "assistant", "function_call": {"name": "f"}}]},
+     '"messages"[0]: unknown field "function_call"'),
+    ("conversations", {"messages": [{"role": "assistant", "content": None}]},
+     '"messages"[0] needs a string "content"'),
+    ("conversations",
+     {"messages": [{"role": "assistant",
+                    "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
+     '"messages"[0]: "tool_calls"[0]: "arguments" must be a JSON object'),
+    ("preferences", {"prompt": "x", "chosen": "y", "rejected": [{"role": "assistant",
+                     "content": "z", "weight": 0}]}, 'line 3: "weight" is for --task sft'),
+    ("preferences", {"prompt": "x", "messages": DATA_CHAT[:1], "chosen": "y", "rejected": "z"},
+     'line 3: has both "prompt" and "messages"'),
+    ("prompts", {"prompt": "x", "answer": "y", "weight": 0}, 'line 3: unknown field "weight"'),
+    ("documents", {"text": "x", "weight": 0}, 'line 3: "weight" has no meaning beside "text"'),
+    ("documents", {"text": None}, 'line 3 is not a JSON object with a "text" field'),
     ("conversations", [1], 'line 3 is not a JSON object with "messages"'),
     ("preferences", {"prompt": "x", "chosen": 1, "rejected": "y"},
      'line 3: "chosen" must be a string or a list of messages, not int'),
@@ -20350,17 +20534,19 @@ def test_data_files_of_chats_preferences_and_prompts(tmp_path):
     ("documents", {"txt": 3}, 'line 3 is not a JSON object with a "text" field'),
 ])  # fmt: skip
 def test_data_errors_name_file_line_and_field(tmp_path, read, line, words):
-    fine = dict.fromkeys(("prompt", "chosen", "rejected", "answer", "text"), "x")
+    names = {"preferences": ("prompt", "chosen", "rejected"), "prompts": ("prompt", "answer")}
+    fine = dict.fromkeys(names.get(read, ("text",)), "x")
+    fine = {"messages": DATA_CHAT} if read == "conversations" else fine
     path = tmp_path / "x.jsonl"
-    path.write_text(f"{json.dumps(fine | {'messages': DATA_CHAT})}\n\n{json.dumps(line)}\n")
+    path.write_text(f"{json.dumps(fine)}\n\n{json.dumps(line)}\n")
     with pytest.raises(ValueError, match=f"^{re.escape(f'{path}: ')}.*{re.escape(words)}") as e:
         [*getattr(DA, f"read_{read}")(str(path) if read == "documents" else path)]
     assert "\n" not in str(e.value)
 
 
 def test_data_documents_are_read_one_by_one(tmp_path):
-    """JSONL is read line by line, unpaired surrogates and invalid UTF-8 are errors; a text file is
-    split every 8192 characters; one without text is an error."""
+    """JSONL is read line by line, unpaired surrogates and invalid UTF-8 are errors; one without text
+    is an error. A text file is split after a line or a word, each 8192 characters at most."""
     path, text = tmp_path / "x.jsonl", tmp_path / "one.txt"
     path.write_text('{"text": "first"}\n{"text": " "}\n{"text": "\\ud800"}\nnot json\n')
     documents = DA.stream_documents(str(path))
@@ -20376,9 +20562,16 @@ def test_data_documents_are_read_one_by_one(tmp_path):
             DA.read_documents(str(path))
     path.write_text('{"text": "\\ud83d\\ude00"}\n')
     assert DA.read_documents(str(path)) == [("1", "\U0001f600")]
-    text.write_text("word " * 4000)
-    pieces = [piece for _, piece in DA.read_documents(str(text))]
-    assert [*map(len, pieces)] == [8192, 8192, 3616] and "".join(pieces) == "word " * 4000
+    for whole, sizes in (
+        ("word " * 4000, [8190, 8190, 3620]),
+        (("word " * 1000 + "\n") * 4, [5001] * 4),
+        ("a\n" + "word " * 3000, [8192, 6810]),  # no line ends in the second half
+        ("x" * 9000, [8192, 808]),
+        ("x" * 8191 + "\n", [8192]),
+    ):
+        text.write_text(whole)
+        pieces = [piece for _, piece in DA.read_documents(str(text))]
+        assert [*map(len, pieces)] == sizes and "".join(pieces) == whole
 
 
 def data_refused():
@@ -20394,7 +20587,11 @@ def data_refused():
         yield "weight", partial(SHARDS.Stream, two, weights, 0, 1)
     yield "round", partial(SHARDS.Stream, two, [1.0000001, 1], 0, 1)
     chat_rows, preference_rows = TRAIN_CHATS.chat_rows, TRAIN_CHATS.preference_rows
-    chats = lambda given, render: partial(chat_rows, given, render, data_letters, 99, True)
+
+    def chats(given, render):
+        given = [DA.Conversation(chat) for chat in given]
+        return partial(chat_rows, given, render, data_letters, 99, True)
+
     # a rendering that is no prefix of the next
     forgets = lambda messages, add: data_chatml(messages[-2:], add)
     thinks = lambda messages, add: data_chatml(messages, add) + ("<think>" if add else "")
@@ -20405,10 +20602,16 @@ def data_refused():
     refuses = lambda messages, add: float("a role")
     yield "conversation 1: .*'a role'", chats([DATA_CHAT], refuses)
     yield "conversations: there are none", chats([], data_chatml)
-    pairs = [("hi", "yes", "no"), (DATA_CHAT[:3], DATA_CHAT[:4], "41")]
-    pair_rows = lambda pairs, T: partial(preference_rows, pairs, None, data_letters, T)
-    yield "pair 1: its prompt, 3 tokens, leaves no room", pair_rows(pairs[:1], 2)
-    yield "pair 2: messages require a chat template", pair_rows(pairs, 80)
+    unsaid = [m | {"weight": 0} for m in DATA_CHAT if m["role"] == "assistant"]
+    yield "conversation 1: .*: none is from the assistant", chats([unsaid], data_chatml)
+    bare = lambda messages, add: "".join(m["content"] for m in messages)
+    silent = [message("user", "x"), message("assistant", "")]
+    yield "conversation 2: .* empty text, so there are no targets", chats([DATA_CHAT, silent], bare)
+    one = DA.Preference("hi", "yes", "no")
+    pairs = lambda *given: partial(preference_rows, given, data_chatml, data_letters, 23)
+    yield "pair 2: its prompt, 25 tokens, leaves no room", pairs(one, one._replace(prompt="hiya"))
+    replies = one._replace(rejected=[message("user", "no")])
+    yield "pair 1: a completion has no text of the assistant", pairs(replies)
 
 
 REFUSED |= {f"data: {i}": (call, words) for i, (words, call) in enumerate(data_refused())}
@@ -24021,7 +24224,8 @@ def test_tuning_one_example_in_16_is_validation():
     kept, _ = TX.train_val_split([[{"role": "user", "content": "x"}]] * 40 + [[]])
     assert 40 not in kept
     with pytest.raises(ValueError, match="^conversation 41: "):
-        TRAIN_CHATS.chat_rows({41: []}, lambda *a: "", lambda text: [], 8, False)
+        chats = {41: DA.Conversation([])}
+        TRAIN_CHATS.chat_rows(chats, lambda *a: "", data_letters, 8, False)
 
 
 @pytest.mark.parametrize("reference", ["a frozen copy", "without adapters"])

@@ -385,9 +385,11 @@ def read_data(args: argparse.Namespace) -> tuple[list[str], list[str]]:
             raise ValueError(f"{path}: folder {path.parent} does not exist")
     if args.prompts is not None:
         pairs = read_prompts(args.prompts)
-        if len(pairs) < 2 or not all(isinstance(prompt, str) for prompt, _ in pairs):
-            raise ValueError(f"{args.prompts}: give two or more lines whose prompt is a string")
-        return [prompt for prompt, _ in pairs], [answer for _, answer in pairs]
+        plain = all(isinstance(pair.prompt, str) and pair.tools is None for pair in pairs)
+        if len(pairs) < 2 or not plain:
+            why = "give two or more lines whose prompt is a string, without tools"
+            raise ValueError(f"{args.prompts}: {why}")
+        return [pair.prompt for pair in pairs], [pair.answer for pair in pairs]
     docs = stream_documents(args.data)
     text = "\n".join(t for name, t in docs if args.data is not None or is_validation(name))
     prompts = text_prompts(text, args.n)

@@ -43,7 +43,7 @@ from torch import Tensor
 from huggingface.tokenizer import Tokenizer, one_line
 from huggingface.weights import hf_modules
 from model import Transformer, dense_attention
-from training.data import get_batch, read_documents
+from training.data import delimit, document_delimiters, get_batch, read_documents
 from training.lora import adapter_parameters, apply_lora_, save_adapters
 from training.optimizers import learning_rate
 from training.token_windows import TokenWindows
@@ -201,13 +201,14 @@ class FineTuner:
 
 
 def training_tokens(job: FinetuneJob, tokenizer: Tokenizer, eos: tuple[int, ...]) -> Tensor:
-    """The documents of a job, each with an EOS. ValueError if one cannot be read."""
-    ids = []
+    """The documents of a job, each with its BOS and EOS. ValueError if one cannot be read."""
     try:
-        for _, text in (document for path in job.data for document in read_documents(path)):
-            ids += [*tokenizer.encode(text, bos=False), *eos[:1]]
+        documents = [document for path in job.data for document in read_documents(path)]
     except ValueError as e:
         raise ValueError(f"--finetune: data {str(e).removeprefix('--data ')}") from None
+    ids, delimiters = [], document_delimiters(tokenizer, eos)
+    for _, text in documents:
+        ids += delimit(tokenizer.encode(text, bos=False), delimiters)
     return torch.tensor(ids)
 
 

@@ -2,7 +2,16 @@
 
     chats -> chat_rows, pairs -> preference_rows -> shards.Rows -> shards.Stream
 
-Only what the assistant would generate is a target. Part of train.py.
+Only what the assistant would generate is a target. The rendered text is encoded whole, as a prompt
+is in generation, and targets are found by the characters of each token: pieces encoded alone would
+get other ids, such as a space in front of every turn with Llama 2's tokenizer.
+
+A token that straddles the border of a turn is a target, as in transformers' assistant masks (and
+so are all tokens of a turn's last character; there the first one). In generation the prompt then
+ends within that token: a template should end a prompt where a token ends, which is so with a
+newline or a special token.
+
+Equivalence (test_all.py): ids and masks of transformers' apply_chat_template. Part of train.py.
 """
 
 from __future__ import annotations
@@ -10,16 +19,19 @@ from __future__ import annotations
 if __name__ == "__main__":
     raise SystemExit("this is a part of train.py; run: python train.py --help")
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from training.data import BOS, EOS, START, Messages, Preference, best_fit, encode_row
+from huggingface.tokenizer import Tokenizer
+from training.data import START, Conversation, Messages, Preference, Prompt, best_fit
 from training.data import one_per_row, pack_rows
 
-Render = Callable[[Messages, bool], str]  # (messages, add_generation_prompt): a chat template
+# (messages, add_generation_prompt, and tools=... if there are any): a chat template
+Render = Callable[..., str]
 
 
 def _check(condition: Any, message: str) -> None:
@@ -27,18 +39,22 @@ def _check(condition: Any, message: str) -> None:
         raise ValueError(message)
 
 
-def chat_tokens(messages: Messages, render: Render, encode: Callable[[str], list[int]]) -> Tensor:
-    """One conversation as encoded values (n,) int32. Targets are what the assistant would generate:
-    in each of its turns everything after the generation prompt, with the text that ends the turn.
+def assistant_spans(
+    messages: Messages, render: Render, first: int = 0
+) -> tuple[str, list[tuple[int, int]]]:  # fmt: skip
+    """The rendered conversation, and the spans of its characters that the assistant would generate:
+    in each of its turns from messages[first] on, but not in those of "weight" 0, everything after
+    the generation prompt, with the text that ends the turn.
 
     The start of a turn is found by rendering the conversation up to it. ValueError if that is not a
-    prefix of the full rendering (a template that changes earlier turns), or if no turn is the
-    assistant's.
+    prefix of the full rendering (a template that changes earlier turns).
     """
-    whole, done, parts = render(messages, False), 0, []
+    messages = [dict(message) for message in messages]
+    weights = [message.pop("weight", 1) for message in messages]  # templates do not know it
+    whole, done, spans = render(messages, False), 0, []
     _check(whole, "messages: the chat template renders them as empty text")
     for i, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if i < first or message["role"] != "assistant":
             continue
         before, after = render(messages[:i], True), render(messages[: i + 1], False)
         _check(
@@ -46,74 +62,106 @@ def chat_tokens(messages: Messages, render: Render, encode: Callable[[str], list
             f"messages[{i}]: the chat template renders earlier messages differently than in the "
             "whole conversation; split the conversation here, or change the template",
         )
-        parts += [(whole[done : len(before)], False), (whole[len(before) : len(after)], True)]
         done = len(after)
-    _check(parts, "messages: none is from the assistant, so there are no targets")
-    coded = []
-    for text, target in [*parts, (whole[done:], False)]:
-        ids = encode(text) if text else []
-        coded += ids if target else [~i for i in ids]
-    return torch.tensor(coded, dtype=torch.int32)
+        if weights[i]:
+            spans.append((len(before), done))
+    return whole, spans
 
 
-def _map_items(
+def encode_spans(text: str, spans: Sequence[tuple[int, int]], tokenizer: Tokenizer) -> Tensor:
+    """A text as encoded values (n,) int32. Targets are the tokens with a character in one of the
+    spans, which are in order and do not overlap."""
+    values, k = [], 0
+    for id, (start, end) in zip(*tokenizer.encode_with_offsets(text)):
+        while k < len(spans) and spans[k][1] <= start:
+            k += 1
+        # a token that the tokenizer inserted has no characters: start == end
+        is_target = k < len(spans) and (spans[k][0] < end or spans[k][0] == start)
+        values.append(id if is_target else ~id)
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def chat_tokens(messages: Messages, render: Render, tokenizer: Tokenizer) -> Tensor:
+    """One conversation as encoded values (n,) int32, with the targets of assistant_spans. ValueError
+    if there are none."""
+    text, spans = assistant_spans(messages, render)
+    _check(spans, "messages: none is from the assistant (with weight 1), so there are no targets")
+    values = encode_spans(text, spans, tokenizer)
+    _check(
+        _has_targets(values), "messages: the assistant's are empty text, so there are no targets"
+    )
+    return values
+
+
+def _has_targets(values: Tensor) -> bool:
+    """Whether a row that begins with these values has a target: the first one never is."""
+    return bool((values[1:] >= 0).any())
+
+
+def map_items(
     name: str, items: Iterable[Any] | Mapping[int, Any], make: Callable[[Any], Any]
 ) -> list[Any]:
-    """[make(item) of all items]; ValueErrors get the item's number from 1, or its key."""
+    """[make(item) of all items]; ValueErrors get the item's file and line or, if it has none, its
+    number from 1, or its key."""
     made = []
     for n, item in items.items() if isinstance(items, Mapping) else enumerate(items, 1):
         try:
             made.append(make(item))
         except ValueError as e:
-            raise ValueError(f"{name} {n}: {e}") from None
+            raise ValueError(f"{item.where or f'{name} {n}'}: {e}") from None
     _check(made, f"{name}s: there are none")
     return made
 
 
 def chat_rows(
-    conversations: Iterable[Messages] | Mapping[int, Messages], render: Render,
-    encode: Callable[[str], list[int]], seq_len: int, pack: bool,
+    conversations: Iterable[Conversation] | Mapping[int, Conversation], render: Render,
+    tokenizer: Tokenizer, seq_len: int, pack: bool,
 ) -> Tensor:  # fmt: skip
     """Conversations as encoded rows (R, seq_len + 1) int32, best-fit packed or one per row. Longer
     ones are split over several rows. ValueError of chat_tokens, with the number (or key)."""
-    tokens = lambda messages: chat_tokens(messages, render, encode)
-    documents = _map_items("conversation", conversations, tokens)
+    tokens = lambda c: chat_tokens(c.messages, _with_tools(render, c.tools), tokenizer)
+    documents = map_items("conversation", conversations, tokens)
     rows = pack_rows(documents, seq_len, best_fit if pack else one_per_row)
     targets = (rows >= 0) & (rows < START)
     return rows[targets.any(1)]  # drop pieces without targets (prompt only)
 
 
 def preference_rows(
-    pairs: Iterable[Preference] | Mapping[int, Preference], render: Render | None,
-    encode: Callable[[str], list[int]], seq_len: int,
+    pairs: Iterable[Preference] | Mapping[int, Preference], render: Render, tokenizer: Tokenizer,
+    seq_len: int,
 ) -> Tensor:  # fmt: skip
-    """Pairs as encoded rows (2 * n, seq_len + 1) int32: chosen, rejected, chosen, ... Completions
-    are targets, truncated at the end of the row.
+    """Pairs as encoded rows (2 * n, seq_len + 1) int32: chosen, rejected, chosen, ... The
+    assistant's turns of the completions are targets, truncated at the end of the row.
 
-    Strings are rendered as a user and an assistant message; without `render` they are plain text
-    between BOS and EOS. Completions may repeat the prompt's messages. ValueError if a prompt leaves
-    no room for its completion.
+    Strings are a user and an assistant message. Completions may repeat the prompt's messages.
+    ValueError if a prompt leaves no room for its completion.
     """
 
-    def row(prompt: Any, completion: Any) -> Tensor:
-        if render is None:
-            plain = isinstance(prompt, str) and isinstance(completion, str)
-            _check(plain, "messages require a chat template; give strings, or a model with one")
-            context, text = [BOS, *encode(prompt)], [*encode(completion), EOS]
-        else:
-            messages, reply = _messages(prompt, "user"), _messages(completion, "assistant")
-            reply = reply[len(messages) :] if reply[: len(messages)] == messages else reply
-            before, whole = render(messages, True), render([*messages, *reply], False)
-            ok = whole.startswith(before)
-            _check(ok, "the chat template renders the prompt differently before a completion")
-            context, text = encode(before), encode(whole[len(before) :])
-        room = seq_len + 1 - len(context)
-        error = f"its prompt, {len(context)} tokens, leaves no room in a row of {seq_len + 1}"
-        _check(room > 0, f"{error}; remove it, or increase --seq-len")
-        return encode_row([*context, *text[:room]], len(context), seq_len)
+    def row(prompt: Any, completion: Any, render: Render) -> Tensor:
+        messages, reply = _messages(prompt, "user"), _messages(completion, "assistant")
+        reply = reply[len(messages) :] if reply[: len(messages)] == messages else reply
+        text, spans = assistant_spans([*messages, *reply], render, len(messages))
+        values = encode_spans(text, spans, tokenizer)
+        _check(_has_targets(values), "a completion has no text of the assistant")
+        before = int((values >= 0).nonzero()[0])
+        error = f"its prompt, {before} tokens, leaves no room in a row of {seq_len + 1}"
+        _check(before <= seq_len, f"{error}; remove it, or increase --seq-len")
+        return pack_rows([values[: seq_len + 1]], seq_len)[0]
 
-    pair_rows = lambda pair: torch.stack([row(pair[0], completion) for completion in pair[1:]])
-    return torch.cat(_map_items("pair", pairs, pair_rows))
+    def both(pair: Preference) -> Tensor:
+        template = _with_tools(render, pair.tools)
+        return torch.stack([row(pair.prompt, c, template) for c in (pair.chosen, pair.rejected)])
+
+    return torch.cat(map_items("pair", pairs, both))
+
+
+def prompt_text(item: Prompt, render: Render) -> str:
+    """A prompt, of which a string is a user message, rendered up to the assistant's answer."""
+    return _with_tools(render, item.tools)(_messages(item.prompt, "user"), True)
+
+
+def _with_tools(render: Render, tools: list[Any] | None) -> Render:
+    return partial(render, tools=tools) if tools else render
 
 
 def _messages(given: str | Messages, role: str) -> Messages:

@@ -74,17 +74,19 @@ class TrainConfig(Settings):
 
     # data
     data: list[str] | None = flag(
-        None, 'text file, folder, or JSONL with "text" (default: the standard library); repeat it '
-        "to mix sources by weight (1)", action="append", metavar="PATH[=WEIGHT]")
+        None, 'folder of text files, JSONL with "text", or one text file, whose documents are '
+        "pieces of up to 8192 characters, cut after a line (default: the standard library); repeat "
+        "it to mix sources by weight (1)", action="append", metavar="PATH[=WEIGHT]")
     pack: bool = flag(False, "pack whole documents into rows, each attending only to itself")
     workers: int = flag(
         0, "processes that tokenize into shards while training starts", "0 or more", metavar="N")
 
     # task
     task: str = flag(
-        "text", 'JSONL of --data: sft {"messages": [...]}, trains on the assistant turns; dpo '
-        '{"prompt", "chosen", "rejected"}; grpo {"prompt", "answer"}. draft-head: for speculative '
-        "decoding with the frozen --init", choices=("text", "sft", "dpo", "grpo", "draft-head"))
+        "text", 'JSONL of --data: sft {"messages": [...]}, trains on the assistant turns without '
+        '"weight": 0; dpo {"prompt", "chosen", "rejected"}; grpo {"prompt", "answer"}; all with '
+        '"tools" for the chat template. draft-head: for speculative decoding with the frozen '
+        '--init', choices=("text", "sft", "dpo", "grpo", "draft-head"))
     lora: int | None = flag(
         None, "train only LoRA adapters of this rank", "positive", metavar="RANK")
     lora_jobs: Path | None = flag(

@@ -33,6 +33,7 @@ import array
 import hashlib
 import json
 import os
+import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -50,10 +51,36 @@ PADDING = START - 1  # the token of padding in encoded values
 PAD = ~PADDING  # not a target
 
 Document = tuple[str, str]  # (name, text); the name decides whether it is for validation
-Messages = list[dict[str, Any]]  # {"role": ..., "content": ...}
+Messages = list[dict[str, Any]]  # {"role": ..., "content": ...}, see MESSAGE_FIELDS
 BatchEncode = Callable[[list[str]], list[list[int]]]  # texts to ids, without BOS and EOS
 Fit = Callable[[Sequence[int], int], list[list[int]]]  # (lengths, capacity) -> indices per bin
-Preference = tuple[Any, Any, Any]  # prompt, chosen, rejected: strings, or lists of messages
+
+
+class Conversation(NamedTuple):
+    """Messages, and the tools that their template is given."""
+
+    messages: Messages
+    tools: list[dict[str, Any]] | None = None
+    where: str = ""  # its file and line, for errors
+
+
+class Preference(NamedTuple):
+    """A prompt and two completions of it: strings, or lists of messages."""
+
+    prompt: str | Messages
+    chosen: str | Messages
+    rejected: str | Messages
+    tools: list[dict[str, Any]] | None = None
+    where: str = ""  # its file and line, for errors
+
+
+class Prompt(NamedTuple):
+    """A prompt, and the reference answer of its reward."""
+
+    prompt: str | Messages
+    answer: str
+    tools: list[dict[str, Any]] | None = None
+    where: str = ""  # its file and line, for errors
 
 
 class Question(NamedTuple):
@@ -75,8 +102,9 @@ def _check(condition: Any, message: str) -> None:
 
 
 def read_documents(data: str | None) -> list[Document]:
-    """The documents of --data: a text file, a folder of them, or JSONL with "text"; by default the
-    source of Python's standard library without tests. In a fixed order."""
+    """The documents of --data: a folder of text files, JSONL with "text", or one text file, whose
+    documents are pieces of up to 8192 characters, cut after a line or a word; by default the source
+    of Python's standard library without tests. In a fixed order."""
     return list(stream_documents(data))
 
 
@@ -89,14 +117,28 @@ def stream_documents(data: str | None) -> Iterator[Document]:
     elif path.suffix in (".jsonl", ".ndjson"):
         documents = _jsonl(path)
     else:
-        whole = _text(path) or ""  # split, so that part of a single file can be for validation
-        documents = ((f"{i}", whole[i : i + 8192]) for i in range(0, len(whole), 8192))
+        # so that part of a single file can be for validation
+        documents = ((f"{i}", piece) for i, piece in enumerate(_pieces(_text(path) or "")))
     found = False
     for name, text in documents:
         if text.strip():
             found = True
             yield name, text
     _check(found, f'--data {path}: holds no text (UTF-8 files, or JSONL lines with "text")')
+
+
+def _pieces(text: str, size: int = 8192) -> Iterator[str]:
+    """Pieces of `size` characters at most, cut after a line or, if none ends in the second half,
+    after a word."""
+    start = 0
+    while start < len(text):
+        end = start + size
+        for border in "\n", " ":
+            if end < len(text) and (at := text.rfind(border, start + size // 2, end)) >= 0:
+                end = at + 1
+                break
+        yield text[start:end]
+        start = end
 
 
 def _text(path: Path) -> str | None:
@@ -120,27 +162,40 @@ def _folder(root: Path, pattern: str) -> Iterator[Document]:
 
 
 def json_objects(path: Path, fields: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """("FILE: line N", object) of each line of JSONL; `fields` is for the error message."""
+    """("FILE: line N", object) of each line of JSONL, without fields that are null; `fields` is for
+    the error message."""
     with open(path, "rb") as f:  # in binary mode lines end only at \n
         for n, line in enumerate(f, 1):
             where = f"{path}: line {n}"
             if not line.strip():
                 continue
             try:
-                found = json.loads(line.decode("utf-8-sig"))
-                if b"\\ud" in line.lower():  # raise on an unpaired surrogate
-                    json.dumps(found, ensure_ascii=False).encode()
+                found = _parse_json(line.decode("utf-8-sig"))
             except (ValueError, RecursionError):  # invalid JSON or Unicode; too deeply nested
                 found = None
             _check(isinstance(found, dict), f"{where} is not a JSON object with {fields}")
-            yield where, found
+            yield where, {name: value for name, value in found.items() if value is not None}
+
+
+def _parse_json(text: str) -> Any:
+    value = json.loads(text)
+    if "\\ud" in text.lower():  # raise on an unpaired surrogate
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
 
 
 def _jsonl(path: Path) -> Iterator[Document]:
+    """The "text" of each line. Corpora have many other fields, which are named once."""
     for where, found in json_objects(path, 'a "text" field'):
         _check("text" in found, f'{where} is not a JSON object with a "text" field')
         kind = type(found["text"]).__name__
         _check(kind == "str", f'{where}: "text" must be a string, not {kind}')
+        for name in sorted(found.keys() & NOT_OF_TEXT):
+            raise ValueError(f'{where}: "{name}" has no meaning beside "text"; remove it')
+        if (others := found.keys() - {"text"}) and path not in _named_unread:
+            _named_unread.add(path)
+            names = ", ".join(sorted(others))
+            print(f'{where}: only "text" is read, not {names}', file=sys.stderr)
         yield where.rpartition(" ")[2], found["text"]
 
 
@@ -166,59 +221,151 @@ def split_documents(docs: list[Document]) -> tuple[list[str], list[str]]:
 # JSONL of conversations, preferences, prompts and questions
 # --------------------------------------------------------------------------------------------------
 
+# Fields of a line that describe it and are not read; others of chats and pairs are refused
+METADATA = frozenset(
+    "id prompt_id source category url language license timestamp meta metadata score_chosen "
+    "score_rejected".split()
+)
+NOT_OF_TEXT = frozenset("messages tools weight chosen rejected".split())
+MESSAGE_FIELDS = (
+    "role", "content", "name", "reasoning_content", "reasoning", "thinking", "tool_call_id",
+    "tool_calls", "weight",
+)  # fmt: skip
 _KINDS = {str: "a string", list: "a list of messages", int: "a number", float: "a number"}
+_named_unread: set[Path] = set()  # files whose other fields have been named
+
+
+def _check_fields(where: str, found: Mapping[str, Any], known: Iterable[str]) -> None:
+    for name in sorted(found.keys() - {*known}):
+        raise ValueError(f'{where}: unknown field "{name}"; it may have {", ".join(known)}')
 
 
 def _field(where: str, found: Mapping[str, Any], name: str, *kinds: type) -> Any:
-    """found[name], checked to be of one of the kinds; messages must have role and content."""
+    """found[name], checked to be of one of the kinds and not empty; a list is one of messages."""
     expected = " or ".join(dict.fromkeys(_KINDS[kind] for kind in kinds))
     _check(name in found, f'{where}: has no "{name}"; give {expected}')
     value = found[name]
     ok = isinstance(value, kinds) and not isinstance(value, bool)
     _check(ok, f'{where}: "{name}" must be {expected}, not {type(value).__name__}')
-    for i, message in enumerate(value if isinstance(value, list) else ()):
-        _check(isinstance(message, dict), f'{where}: "{name}"[{i}] must be an object')
-        for key in ("role", "content"):
-            ok = isinstance(message.get(key), str)
-            _check(ok, f'{where}: "{name}"[{i}] needs a string "{key}"')
     _check(value not in ("", []), f'{where}: "{name}" is empty')
+    if isinstance(value, list):
+        return [_message(f'{where}: "{name}"[{i}]', m) for i, m in enumerate(value)]
     return value
 
 
+def _message(where: str, message: Any) -> dict[str, Any]:
+    """A message of OpenAI's fine-tuning format, checked, with the arguments of its tool calls as
+    objects, which templates expect. Fields that are null, or an empty list of calls, are absent."""
+    _check(isinstance(message, dict), f"{where} must be an object")
+    message = {name: value for name, value in message.items() if value is not None}
+    _check_fields(where, message, MESSAGE_FIELDS)
+    calls, weight = message.pop("tool_calls", []), message.get("weight", 1)
+    needed = ("role",) if calls else ("role", "content")
+    for name in (*needed, *sorted(message.keys() - {*needed, "weight"})):
+        _check(isinstance(message.get(name), str), f'{where} needs a string "{name}"')
+    ok = type(weight) is int and weight in (0, 1)
+    _check(ok, f'{where}: "weight" must be 0 or 1, not {weight!r:.20}')
+    _check(isinstance(calls, list), f'{where}: "tool_calls" must be a list')
+    for name, given in (("tool_calls", calls), ("weight", "weight" in message)):
+        of_assistant = f'{where}: "{name}" is a field of messages of the assistant'
+        _check(not given or message["role"] == "assistant", of_assistant)
+    if calls:
+        calls = [_tool_call(f'{where}: "tool_calls"[{i}]', c) for i, c in enumerate(calls)]
+        message["tool_calls"] = calls
+    return message
+
+
+def _tool_call(where: str, call: Any) -> dict[str, Any]:
+    """A call of a function, with its arguments as an object."""
+    function = _function(where, call, ("id", "type", "function"), ("name", "arguments"))
+    given = function.get("arguments", {})
+    try:
+        arguments = _parse_json(given) if isinstance(given, str) else given
+    except (ValueError, RecursionError):
+        arguments = None
+    _check(isinstance(arguments, dict), f'{where}: "arguments" must be a JSON object')
+    return call | {"function": function | {"arguments": arguments}}
+
+
+def _function(
+    where: str, value: Any, fields: Iterable[str], inner: Iterable[str]
+) -> dict[str, Any]:  # fmt: skip
+    """value["function"] of a tool or of a call, checked."""
+    _check(isinstance(value, dict), f"{where} must be an object")
+    _check_fields(where, value, fields)
+    ok = value.get("type", "function") == "function" and isinstance(value.get("function"), dict)
+    _check(ok, f'{where} must have type "function" and an object "function"')
+    function = value["function"]
+    _check_fields(f'{where}: "function"', function, inner)
+    _check(isinstance(function.get("name"), str), f'{where}: "function" needs a string "name"')
+    return function
+
+
+def _tools(where: str, found: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """found["tools"], checked; None if there are none."""
+    tools = found.get("tools", [])
+    _check(isinstance(tools, list), f'{where}: "tools" must be a list')
+    inner = "name", "description", "parameters", "strict", "return"
+    for i, tool in enumerate(tools):
+        _function(f'{where}: "tools"[{i}]', tool, ("type", "function"), inner)
+    return tools or None
+
+
+def _unweighted(where: str, *texts: str | Messages) -> None:
+    """Weights are for conversations: in other rows they would be ignored."""
+    messages = [m for text in texts if isinstance(text, list) for m in text]
+    _check(all("weight" not in m for m in messages), f'{where}: "weight" is for --task sft')
+
+
 def _read_items(
-    path: Path, fields: str, what: str, parse: Callable[[str, dict[str, Any]], Any]
+    path: Path, fields: Sequence[str], what: str, parse: Callable[[str, dict[str, Any]], Any]
 ) -> list[Any]:
-    """parse("FILE: line N", object) of each line of JSONL. ValueError names file, line, field."""
-    items = [parse(where, found) for where, found in json_objects(path, fields)]
+    """parse("FILE: line N", object) of each line of JSONL, which has the fields, or some of them,
+    and METADATA. ValueError names file, line, field."""
+    items, names = [], " and ".join(f'"{name}"' for name in fields if name != "tools")
+    for where, found in json_objects(path, names):
+        items.append(parse(where, found))
+        _check_fields(where, {k: v for k, v in found.items() if k not in METADATA}, fields)
     _check(items, f"{path}: holds no {what}")
     return items
 
 
-def read_conversations(path: Path) -> list[Messages]:
-    """Conversations of JSONL with "messages"."""
-    parse = lambda where, found: _field(where, found, "messages", list)
-    return _read_items(path, '"messages"', "conversations", parse)
+def read_conversations(path: Path) -> list[Conversation]:
+    """Conversations of JSONL with "messages" and, optionally, "tools"."""
+
+    def parse(where: str, found: dict[str, Any]) -> Conversation:
+        messages = _field(where, found, "messages", list)
+        return Conversation(messages, _tools(where, found), where)
+
+    return _read_items(path, ("messages", "tools"), "conversations", parse)
 
 
 def read_preferences(path: Path) -> list[Preference]:
-    """Pairs of JSONL with "prompt" (or "messages"), "chosen" and "rejected"."""
+    """Pairs of JSONL with "prompt" (or "messages"), "chosen", "rejected" and, optionally,
+    "tools"."""
 
     def parse(where: str, found: dict[str, Any]) -> Preference:
-        name = "messages" if "messages" in found and "prompt" not in found else "prompt"
-        names = name, "chosen", "rejected"
-        return tuple(_field(where, found, name, str, list) for name in names)
+        both = "messages" in found and "prompt" in found
+        _check(not both, f'{where}: has both "prompt" and "messages"; remove one')
+        names = "messages" if "messages" in found else "prompt", "chosen", "rejected"
+        texts = [_field(where, found, name, str, list) for name in names]
+        _unweighted(where, *texts)
+        return Preference(*texts, _tools(where, found), where)
 
-    return _read_items(path, '"prompt", "chosen" and "rejected"', "pairs", parse)
+    fields = "prompt", "messages", "chosen", "rejected", "tools"
+    return _read_items(path, fields, "pairs", parse)
 
 
-def read_prompts(path: Path) -> list[tuple[str | Messages, str]]:
-    """(prompt, answer) of JSONL with "prompt" and "answer"."""
+def read_prompts(path: Path) -> list[Prompt]:
+    """Prompts of JSONL with "prompt", "answer" and, optionally, "tools"."""
 
-    def parse(where: str, found: dict[str, Any]) -> tuple[str | Messages, str]:
+    def parse(where: str, found: dict[str, Any]) -> Prompt:
         prompt = _field(where, found, "prompt", str, list)
-        return prompt, str(_field(where, found, "answer", str, int, float))
+        _unweighted(where, prompt)
+        answer = str(_field(where, found, "answer", str, int, float))
+        return Prompt(prompt, answer, _tools(where, found), where)
 
-    return _read_items(path, '"prompt" and "answer"', "prompts", parse)
+    return _read_items(path, ("prompt", "answer", "tools"), "prompts", parse)
 
 
 def read_questions(path: Path) -> list[Question]:
@@ -233,7 +380,7 @@ def read_questions(path: Path) -> list[Question]:
         _check(ok, f'{where}: "answer" must be from 0 to {len(choices) - 1}, not {answer}')
         return Question(prompt, choices, answer)
 
-    return _read_items(path, '"prompt", "choices" and "answer"', "questions", parse)
+    return _read_items(path, ("prompt", "choices", "answer"), "questions", parse)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -257,15 +404,29 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
 Delimiters = tuple[Sequence[int], Sequence[int]]
 
 
+def document_delimiters(tokenizer: Any, eos_ids: Sequence[int]) -> Delimiters:
+    """Token ids around a document: what the tokenizer adds to every text (BOS, if it does), and at
+    the end, if it adds nothing there, the model's first EOS."""
+    before, after = tokenizer.bos_and_eos()
+    return before, after or [*eos_ids[:1]]
+
+
+def delimit(ids: Sequence[int], delimiters: Delimiters) -> list[int]:
+    """A document with its delimiters, which its text may have already."""
+    before, after = map(list, delimiters)
+    ids = list(ids)
+    ids = ids if ids[: len(before)] == before else before + ids
+    return ids if ids[len(ids) - len(after) :] == after else ids + after
+
+
 def write_tokens(
     path: Path, encode: BatchEncode, texts: list[str], delimiters: Delimiters = DELIMITERS
 ) -> None:
     """One flat file of int32: BOS document EOS, BOS document EOS, ..."""
-    before, after = delimiters
     with open_atomically(path) as f:
         for i in range(0, len(texts), 64):
             for ids in encode(texts[i : i + 64]):
-                array.array("i", [*before, *ids, *after]).tofile(f)
+                array.array("i", delimit(ids, delimiters)).tofile(f)
 
 
 def read_tokens(path: Path) -> Tensor:

@@ -26,28 +26,22 @@ import torch
 from torch import Tensor
 
 from huggingface.chat_template import load_chat_template
-from huggingface.tokenizer import load_tokenizer
+from huggingface.tokenizer import Tokenizer, load_tokenizer
 from huggingface.weights import write_atomically
 from model import ModelConfig
 from parallelism.dist_env import DistEnv, rank0_first
 from training import shards
 from training.chats import chat_rows
 from training.config import TrainConfig
-from training.data import BOS, EOS, Delimiters, get_batch, is_padding, is_validation
-from training.data import (
-    read_conversations,
-    read_documents,
-    read_tokens,
-    split_documents,
-    stream_documents,
-)
-from training.data import write_tokens
+from training.data import BOS, EOS, Delimiters, Messages, document_delimiters, get_batch
+from training.data import is_padding, is_validation, read_conversations, read_documents
+from training.data import read_tokens, split_documents, stream_documents, write_tokens
 
 TOKENIZER_FILES = (
     "tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "chat_template.jinja",
 )  # fmt: skip
-# Used if --init has no chat template; BOS and EOS are replaced by the names of its tokens
+# Used if --init has no chat template; BOS and EOS are replaced by the names of those of documents
 DEFAULT_CHAT_TEMPLATE = """BOS{% for m in messages %}<{{ m['role'] }}>
 {{ m['content'] }}{{ 'EOS' if m['role'] == 'assistant' else '' }}
 {% endfor %}{{ '<assistant>\\n' if add_generation_prompt else '' }}"""
@@ -89,25 +83,17 @@ def prepare_tokenizer(args: TrainConfig, texts: Iterable[str], vocab_size: int) 
     existing = [name for name in TOKENIZER_FILES if (args.init / name).exists()]
     if not {*TOKENIZER_FILES[:2]} & {*existing}:
         raise ValueError(f"--init {args.init}: has neither {' nor '.join(TOKENIZER_FILES[:2])}")
+    load_tokenizer(args.init)  # now, not when OUT has its files
     for name in existing:
         content = (args.init / name).read_bytes()
         write_atomically(args.out / name, lambda tmp: tmp.write_bytes(content))
 
 
-def make_encoder(folder: Path, vocab_size: int) -> Callable[[list[str]], list[list[int]]]:
-    """A function from texts to token ids without BOS and EOS, using the tokenizer in `folder`.
-    ValueError if it has more pieces than vocab_size."""
-    path = folder / "tokenizer.model"
-    if not path.exists():
-        tokenizer = load_tokenizer(folder)
-        return lambda texts: [tokenizer.encode(text, bos=False) for text in texts]
-    try:
-        pieces = sentencepiece.SentencePieceProcessor(model_file=str(path))
-    except (RuntimeError, OSError) as e:
-        raise ValueError(f"{path}: not a sentencepiece model ({e})") from None
-    if (n := pieces.vocab_size()) > vocab_size:
-        raise ValueError(f"{path}: its {n} pieces exceed vocab_size {vocab_size} of config.json")
-    return pieces.encode
+def make_encoder(folder: Path, config: ModelConfig) -> Callable[[list[str]], list[list[int]]]:
+    """A function from texts to token ids without BOS and EOS, using the tokenizer in `folder`: the
+    ids of generate.py. ValueError if it has more tokens than the model."""
+    tokenizer = load_tokenizer(folder, config.to_hf())
+    return lambda texts: [tokenizer.encode(text, bos=False) for text in texts]
 
 
 ReadRows = Callable[[int, Sequence[int]], Tensor]  # step, indices in its batch -> (n, T + 1)
@@ -179,8 +165,8 @@ def write_token_files(args: TrainConfig, config: ModelConfig, paths: Sequence[st
     else:
         train, val = split_documents(read_documents(paths[0]))
     prepare_tokenizer(args, train, config.vocab_size)
-    make = partial(make_encoder, args.out, config.vocab_size)
-    encode, delimiters = make(), document_delimiters(config)
+    make = partial(make_encoder, args.out, config)
+    encode, delimiters = make(), read_delimiters(args.out, config)
     write_tokens(args.out / "val.tokens", encode, val, delimiters)
     if args.pack:
         folder, about = args.out / "data" / "held", shard_metadata(args, "held")
@@ -200,9 +186,9 @@ def prepare_task(args: TrainConfig, config: ModelConfig, env: DistEnv) -> Datase
     def write() -> None:
         prepare_tokenizer(args, (), config.vocab_size)
         if load_chat_template(args.out) is None:
-            bos_eos = config.bos_id or BOS, *config.eos_ids[:1]
-            names = map(load_tokenizer(args.out).id_to_token, bos_eos)
-            text = DEFAULT_CHAT_TEMPLATE.replace("BOS", next(names)).replace("EOS", next(names, ""))
+            text, tokenizer = DEFAULT_CHAT_TEMPLATE, load_tokenizer(args.out, config.to_hf())
+            for name, ids in zip(("BOS", "EOS"), document_delimiters(tokenizer, config.eos_ids)):
+                text = text.replace(name, "".join(map(tokenizer.id_to_token, ids)))
             path = args.out / "chat_template.jinja"
             write_atomically(path, lambda tmp: tmp.write_text(text, encoding="utf-8"))
 
@@ -212,7 +198,7 @@ def prepare_task(args: TrainConfig, config: ModelConfig, env: DistEnv) -> Datase
         return Dataset(None, None, None, fingerprint)
     chats = [chat for path in args.data for chat in read_conversations(Path(path))]
     train, val = train_val_split(chats)
-    rest = *load_chat(args.out), args.seq_len, args.pack
+    rest = *load_chat(args.out, config), args.seq_len, args.pack
     rows, validation = chat_rows(train, *rest), chat_rows(val, *rest)
     stream = shards.Stream([shards.Rows(rows)], [1], args.seed, args.batch_size)
     padding = int(is_padding(rows).sum())
@@ -229,18 +215,24 @@ def train_val_split(items: Sequence[Any]) -> tuple[dict[int, Any], dict[int, Any
     return {n: items[n - 1] for n in train}, {n: items[n - 1] for n in val}
 
 
-def load_chat(folder: Path) -> tuple[Callable[..., str], Callable[[str], list[int]]]:
-    """The chat template, (messages, add_generation_prompt) -> text, and the tokenizer, text -> ids,
-    as in generate.py --chat."""
-    template, tokenizer = load_chat_template(folder), load_tokenizer(folder)
-    render = lambda messages, start: template.render(messages, add_generation_prompt=start)
-    return render, partial(tokenizer.encode, bos=False)
+def load_chat(
+    folder: Path, config: ModelConfig | None = None
+) -> tuple[Callable[..., str], Tokenizer]:  # fmt: skip
+    """The chat template, (messages, add_generation_prompt, tools) -> text, and the tokenizer, as in
+    generate.py --chat. config: of the model, if its config.json is not in the folder yet."""
+    template = load_chat_template(folder)
+    tokenizer = load_tokenizer(folder, config.to_hf() if config else None)
+
+    def render(messages: Messages, start: bool, tools: list[Any] | None = None) -> str:
+        return template.render(messages, add_generation_prompt=start, tools=tools)
+
+    return render, tokenizer
 
 
 def write_shards(args: TrainConfig, config: ModelConfig, folders: Mapping[Any, Path]) -> None:
     """Tokenize the training documents of each source into its folder of shards."""
-    make = partial(make_encoder, args.out, config.vocab_size)
-    delimiters, T = document_delimiters(config), args.seq_len
+    make = partial(make_encoder, args.out, config)
+    delimiters, T = read_delimiters(args.out, config), args.seq_len
     for i, (path, folder) in enumerate(folders.items()):
         train = ((n, text) for n, text in stream_documents(path) if not is_validation(n))
         settings = dict(delimiters=delimiters, about=shard_metadata(args, path))
@@ -255,15 +247,15 @@ def write_shards(args: TrainConfig, config: ModelConfig, folders: Mapping[Any, P
 
 def shard_metadata(args: TrainConfig, path: str | None) -> dict[str, Any]:
     """What the rows of a source depend on: data, tokenizer, row length, packing."""
-    name = next(name for name in TOKENIZER_FILES[:2] if (args.out / name).exists())
-    tokenizer = hashlib.sha256((args.out / name).read_bytes()).hexdigest()[:16]
+    files = [args.out / name for name in TOKENIZER_FILES if not name.endswith(".jinja")]
+    content = b"".join(path.read_bytes() for path in files if path.exists())
+    tokenizer = hashlib.sha256(content).hexdigest()[:16]
     return {"data": str(path), "tokenizer": tokenizer, "seq_len": args.seq_len, "pack": args.pack}
 
 
-def document_delimiters(config: ModelConfig) -> Delimiters:
-    """Token ids before a document (BOS, if the model has one) and after it (EOS)."""
-    before = [config.bos_id] if config.bos_id is not None else []
-    return before, list(config.eos_ids[:1])
+def read_delimiters(folder: Path, config: ModelConfig) -> Delimiters:
+    """Token ids around a document, by the tokenizer in `folder`."""
+    return document_delimiters(load_tokenizer(folder, config.to_hf()), config.eos_ids)
 
 
 def open_tokens(args: TrainConfig, name: str, what: str) -> Tensor:

@@ -7,15 +7,14 @@ if __name__ == "__main__":
 
 from pathlib import Path
 
-from huggingface.tokenizer import load_tokenizer
 from huggingface.weights import load_checkpoint
 from model import Transformer
 from parallelism.dist_env import DistEnv
 from parallelism.parallel_dims import ParallelDims
 from training.alignment import load_reward
-from training.chats import preference_rows
+from training.chats import map_items, preference_rows, prompt_text
 from training.config import TrainConfig
-from training.data import read_preferences, read_prompts
+from training.data import Prompt, read_preferences, read_prompts
 from training.dataset import Dataset, load_chat, train_val_split
 from training.draft_head import DraftHeadObjective
 from training.lora_jobs import LoRAJobs
@@ -47,7 +46,7 @@ def build_objective(
 def build_dpo(config: TrainConfig, model: Transformer, env: DistEnv, layout: ParallelDims) -> DPO:
     """--task dpo: the pairs of --data, split for validation. ValueError names file and line."""
     pairs = [pair for path in config.data for pair in read_preferences(Path(path))]
-    chat = *load_chat(config.out), config.seq_len
+    chat = *load_chat(config.out, model.config), config.seq_len
     rows, validation = (preference_rows(part, *chat) for part in train_val_split(pairs))
     n = config.batch_size // 2
     return DPO(
@@ -58,15 +57,20 @@ def build_dpo(config: TrainConfig, model: Transformer, env: DistEnv, layout: Par
 
 def build_grpo(config: TrainConfig, model: Transformer, env: DistEnv, layout: ParallelDims) -> GRPO:
     """--task grpo: the prompts of --data, split for validation, sampled with the model's Engine."""
-    (render, encode), tasks = load_chat(config.out), []
-    for prompt, answer in (pair for path in config.data for pair in read_prompts(Path(path))):
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        tasks.append(Task(messages[-1]["content"], encode(render(messages, True)), answer))
+    render, tokenizer = load_chat(config.out, model.config)
+
+    def task(item: Prompt) -> Task:
+        ids = tokenizer.encode(prompt_text(item, render), bos=False)
+        text = item.prompt if isinstance(item.prompt, str) else item.prompt[-1].get("content", "")
+        return Task(text, ids, item.answer)
+
+    prompts = [prompt for path in config.data for prompt in read_prompts(Path(path))]
+    tasks = map_items("prompt", prompts, task)
     tasks, validation = (list(part.values()) for part in train_val_split(tasks))
     n = config.batch_size // config.num_generations
     return GRPO(
         model, make_engine(model, config.seq_len, autocast=env.autocast), tasks,
-        load_reward(config.reward), load_tokenizer(config.out).decode, config.seq_len, n,
+        load_reward(config.reward), tokenizer.decode, config.seq_len, n,
         layout.samples(n), config.num_generations, config.max_new_tokens, config.seed,
         kl=config.kl, reference=frozen_reference(config, model, env) if config.kl else None,
         autocast=env.autocast, all_reduce=layout.all_reduce_sum, validation=validation,

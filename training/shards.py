@@ -41,8 +41,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from training.data import DELIMITERS, BatchEncode, Delimiters, Document, open_atomically
-from training.data import pack_rows, read_tokens, window_rows
+from training.data import DELIMITERS, BatchEncode, Delimiters, Document, delimit
+from training.data import open_atomically, pack_rows, read_tokens, window_rows
 
 
 def _check(condition: Any, message: str) -> None:
@@ -185,8 +185,8 @@ def _encode_chunk(encode: BatchEncode, chunk: list[Document]) -> list[bytearray]
 
 def _with_delimiters(make_encode: Callable[[], BatchEncode], delimiters: Delimiters) -> BatchEncode:
     """make_encode(), with delimiters added around each document."""
-    encode, (before, after) = make_encode(), delimiters
-    return lambda texts: [[*before, *ids, *after] for ids in encode(texts)]
+    encode = make_encode()
+    return lambda texts: [delimit(ids, delimiters) for ids in encode(texts)]
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
