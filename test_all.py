@@ -12446,6 +12446,8 @@ def test_serving_messages_are_those_of_the_api(tmp_path):
         else:
             assert got.ids == want
     assert n_errors > 5 and [*file][0].ids == [*file][1].ids
+    with pytest.raises(OA.APIError, match="messages have .* tokens, but the context has 400"):
+        OA.parse_chat({"messages": [message("user", "x" * 400)]}, served)
 
 
 def test_serving_results_of_other_requests_are_refused(tmp_path):
@@ -12475,7 +12477,7 @@ def test_serving_results_of_other_requests_are_refused(tmp_path):
     }
     runs = [(words, other, "") for words, other in others.items()]
     runs += [
-        ("weights, a chat template or flags", lines, more)
+        ("other flags or of another model", lines, more)
         for more in (
             "--temperature 0.1", "--max-new-tokens 3", "--stop x", "--dtype bf16", "--top-k 3",
             f"--checkpoint {tmp_path / 'tuned'}",
@@ -15425,8 +15427,10 @@ def test_server_repeats_what_is_not_acknowledged():
                         steps.end()
         assert [reader.text for reader in readers] == [choice["text"] for choice in want]
         assert max(sizes) < len(want[1]["text"])  # acknowledged text is not repeated
-        for bad in ({"id": "cmpl-x.1-2"}, {"id": 3}, []):
+        for bad in ({"id": "cmpl-x.1-2"}, {"id": 3}, {}):
             assert http_post(url, "/v1/acks", bad).status_code == 404
+        for bad in ([], {"id": "cmpl-x.1-2", "foo": 1}):
+            assert http_post(url, "/v1/acks", bad).status_code == 400
 
 
 def test_unacked_stalls_are_shorter_than_in_order():
@@ -22931,7 +22935,7 @@ def test_shared_models_and_adapters_of_a_batch(flag, dtype, tmp_path):
     each = ",".join(f"{folder.name}={folder}" for folder in folders)
     more = f"--{flag} {each} --dtype {dtype}"
     done = run_generate("--batch", serving_file(tmp_path / "in.jsonl", lines), *more.split())
-    assert done.code == 0, done.err
+    assert done.code == ("c" in names), done.err
     results, alone = serving_results(tmp_path / "in.results.jsonl"), {}
     for line, name in enumerate(names, 1):
         if name == "c":
@@ -32810,7 +32814,7 @@ def generate_on_rank(flags: str, env) -> dict:
     env.counts.clear()
     done = run_generate(*argv)
     dist.barrier()  # rank 0 has written the results of --batch
-    output = generated_output(argv, done) if done.code == 0 else {}
+    output = generated_output(argv, done) if done.code < 2 else {}
     return dict(code=done.code, err=done.err, output=output, **env.counts)
 
 
@@ -32862,8 +32866,9 @@ def test_generate_tp_pp_ep_equal_one_process(
     """Rows of GENERATE_RANKS: on ranks, all of which give the same, the text is one process's. Each
     rank reads, keeps and caches its shard, and says so in its one line of statistics."""
     ranks = generate_on_ranks(world, f"{on} {flags}", is_slow(request))
-    assert [rank["code"] for rank in ranks] == [0] * int(world), ranks[0]["err"]
     text = flags.format(**generate_on_ranks.files)
+    code = int("--batch" in text)  # a line of its requests is invalid
+    assert [rank["code"] for rank in ranks] == [code] * int(world), ranks[0]["err"]
     generate_on_ranks.files["results"].unlink(missing_ok=True)
     want = generated(text)
     for rank in ranks:

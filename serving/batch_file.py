@@ -110,6 +110,8 @@ def run_hash(args: GenerateConfig) -> str:
     settings = {n: x for n, x in settings.items() if n not in NO_EFFECT and n not in FOLDERS}
     settings = {n: x for n, x in settings.items() if not n.startswith(("speculate", "draft"))}
     settings["grammar"] = repr(args.grammar)
+    if args.dummy and Path(args.dummy).is_file():
+        settings["dummy"] = _digest(Path(args.dummy).read_bytes())
     folders = [] if args.dummy else [("checkpoint", args.checkpoint)]
     folders += [("adapter", args.adapter)] if args.adapter else []
     folders += [*(args.adapters or ()), *(args.models or ())]
@@ -167,8 +169,7 @@ def request_lines(path: Path, run: str, previous: Results) -> Iterator[RequestLi
             yield request
     for id, line in unmatched:
         raise ValueError(
-            f"{path} has no request for the result with id {id!r} and line {line}; give a file of "
-            "its own"
+            f"{path} has no request for the result with id {id!r} and line {line}; name another file"
         )
 
 
@@ -178,12 +179,12 @@ def check_result(request: RequestLine, result: ResultLine, path: Path) -> None:
         return
     if result.hash.partition("-")[0] != request.hash.partition("-")[0]:
         raise ValueError(
-            "its results are of other weights, a chat template or flags; give a file of its own, "
-            "or delete it"
+            "its results are of other flags or of another model (weights, tokenizer, chat template); "
+            "name another file, or delete it"
         )
     raise ValueError(
         f"{path}, line {request.line}: has changed since its result (id {request.id!r}) was "
-        "written; delete that result, or give a file of its own"
+        "written; delete that result, or name another file"
     )
 
 

@@ -46,9 +46,10 @@ COMMON = {*SAMPLING, "model", "stream", "stream_options", "user", "response_form
 COMPLETION = COMMON | {"prompt", "echo", "logprobs", "best_of"}
 CHAT = COMMON | {"messages", "max_completion_tokens", "logprobs", "top_logprobs"}
 ASKS_NOTHING = {  # fields that are not supported -> values with which they have no effect
-    "tools": ([],), "functions": ([],), "tool_choice": ("none",), "function_call": ("none",),
-    "parallel_tool_calls": (True, False), "modalities": (["text"],), "store": (False,),
-    "suffix": ("",), "stop_token_ids": ([],), "include_obfuscation": (False,),
+    "tools": ([],), "functions": ([],), "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"), "parallel_tool_calls": (True, False),
+    "modalities": (["text"],), "store": (False,), "suffix": ("",), "stop_token_ids": ([],),
+    "include_obfuscation": (False,),
 }  # fmt: skip
 RESPONSE_FORMATS = {"text": (), "json_object": (), "json_schema": ("json_schema",)}  # their fields
 JSON_SCHEMA = {"name": str, "description": str, "strict": bool}  # have no effect: always strict
@@ -146,8 +147,11 @@ def parse_chat(body: Mapping[str, Any], model: Model) -> Call:
     top = (top or 0) if logprobs else None
     if {"max_tokens", "max_completion_tokens"} <= body.keys():
         raise APIError(400, "give max_completion_tokens or max_tokens, not both", "max_tokens")
-    room = max(1, model.context - len(ids))
     name = "max_tokens" if "max_tokens" in body else "max_completion_tokens"
+    room = max(1, model.context - len(ids))
+    if name not in body and len(ids) >= model.context:
+        text = f"messages have {len(ids)} tokens, but the context has {model.context}"
+        raise APIError(400, text, "messages")
     params = _sampling_params(body, model, body.get(name, room), top, name)
     request = Request("", 0, ids, params, continues=False)
     options = dict(top_logprobs=top, max_tokens_field=name) | _stream_fields(body)

@@ -186,7 +186,8 @@ class Server:
         body, length = bytearray(), request.headers.get("content-length", "")
         encoding = request.headers.get("content-encoding", "identity").lower()
         if encoding not in ("", "identity"):
-            raise APIError(415, f"Content-Encoding {encoding} is not supported; send plain JSON")
+            text = f"Content-Encoding {encoding} is not supported; send plain JSON"
+            raise APIError(415, text, Accept_Encoding="identity")
         if length.isdecimal() and (len(length) > 18 or int(length) > self.limits.max_body):
             raise APIError(413, f"the body is larger than {self.limits.max_body} bytes")
         try:
@@ -254,9 +255,8 @@ class Server:
 
     async def acknowledge(self, request: HTTPRequest) -> Response:
         """A client of ?repeat_unacked=1 has the event with this id, and what it repeats."""
-        body = await self._json(request)
-        event = body.get("id") if isinstance(body, dict) else None
-        generation, acked = self._find(event, request.state.key)
+        body = known_fields(await self._json(request), {"id"}, self.model)
+        generation, acked = self._find(body.get("id"), request.state.key)
         if generation is None or not acked or len(acked) != len(generation.tails):
             raise APIError(404, "id is no event of a running stream with ?repeat_unacked=1", "id")
         for tail, seen, count in zip(generation.tails, generation.seen, acked):
