@@ -37,7 +37,7 @@ FLAGS = ("add_bos_token", "add_eos_token", "add_space_prefix")
 DEFAULT_IDS = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}  # of model "llama"
 # llama.cpp ends a text at tokens with these names, too
 END_TOKENS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|endoftext|>", "<|end_of_text|>")
-END_IDS = "sheaf.eos_token_ids"  # all of them, in a file written here
+END_IDS = "sheaf.eos_token_ids"  # in a file written here: these and the tokenizer's, by no name
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = (
@@ -134,18 +134,21 @@ def _token_types(meta: Mapping[str, Any], tokens: Sequence[Any]) -> list[int]:
 
 
 def end_ids(metadata: Mapping[str, Any]) -> list[Any]:
-    """All ids that end a text, of metadata with defaults; not checked yet."""
+    """config.json's eos_token_id, of metadata with defaults; not checked yet."""
     tokens, ids = metadata.get(f"{START}tokens"), metadata.get(END_IDS)
     if not isinstance(ids, list):
         names = enumerate(tokens if isinstance(tokens, list) else ())
-        ids = [id for id, token in names if token in END_TOKENS]
-    ids = [metadata[key] for key in EOS if key in metadata] + ids
+        ids = [metadata[key] for key in EOS if key in metadata]
+        ids += [id for id, token in names if token in END_TOKENS]
     return [id for i, id in enumerate(ids) if id not in ids[:i]]
 
 
-def write_end_ids(ids: Sequence[int]) -> dict[str, Any]:
-    """The metadata of ids that end a text: llama.cpp's fields, which are three, and all of them."""
-    return dict(zip(EOS, ids)) | ({END_IDS: list(ids)} if ids else {})
+def write_end_ids(ids: Sequence[int], own: int | None = None) -> dict[str, Any]:
+    """The metadata of config.json's ids and of the tokenizer's own, which comes first, since chat
+    templates write its name: llama.cpp's fields, which are three, and all of them."""
+    first = [] if own is None else [own]
+    fields = dict(zip(EOS, [*first, *(id for id in ids if id not in first)]))
+    return fields | ({END_IDS: [*ids] or first} if ids or first else {})
 
 
 def _checked(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:

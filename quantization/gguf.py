@@ -4,7 +4,7 @@
     python generate.py --checkpoint DIR --save OUT.gguf                    in the checkpoint's dtype
     python generate.py --checkpoint DIR --quantize q8_0 --save OUT.gguf    or q4_0
 
-`as_folder` presents a file as a Hugging Face folder: config.json, tokenizer and chat template are
+`as_folder` presents a file, or the parts of one, as a Hugging Face folder: config.json, tokenizer and chat template are
 written from the metadata (gguf_tokenizer.py), and `model.gguf` is a link, whose tensors
 `stored_tensors` gives to huggingface/weights.py under their Hugging Face names. `write` is the
 inverse. The two formats differ in
@@ -24,6 +24,9 @@ A file is read completely or refused: an architecture, field, tensor or format t
 is a ValueError, and a config that llama.cpp would read as another one is not written. Sliding
 windows become a context of their size. llama.cpp scores DeepSeek-V2's groups of experts by the
 best two experts, not the best one, so its text differs there.
+
+A file written here ends texts where its folder does: eos, eot and eom are the first of those ids,
+and one more field has all, since llama.cpp also ends at tokens with certain names.
 
 Equivalence (test_all.py): on the shipped model, ids and greedy tokens of llama.cpp in bf16, q8_0
 and q4_0; for each family, its best next tokens; written and read again, the same config, tensors,
@@ -559,11 +562,9 @@ def write(path: Path, config: ModelConfig, tensors: Mapping[str, Tensor], folder
     gguf = package()
     metadata = write_config(config, [name for name, _ in outputs(config, tensors)])
     metadata |= gguf_tokenizer.write(folder, config.vocab_size)
-    own = metadata.get("tokenizer.ggml.eos_token_id")  # first: chat templates have its name
-    ids = dict.fromkeys(() if own is None else (own,)) | dict.fromkeys(
-        eos_ids(folder, config.eos_ids)
-    )
-    metadata |= gguf_tokenizer.write_end_ids([*ids])
+    own = metadata.get("tokenizer.ggml.eos_token_id")
+    ids = [id for id in eos_ids(folder, config.eos_ids) if id in config.eos_ids or id != own]
+    metadata |= gguf_tokenizer.write_end_ids(ids, own)
     writer = gguf.GGUFWriter(path, metadata.pop("general.architecture"))
     for name, parts in outputs(config, tensors):
         kind, data = encode(name, parts)
