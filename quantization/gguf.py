@@ -530,6 +530,8 @@ def as_folder(path: Path, packed: bool = True) -> Iterator[Path]:
             for file, data in gguf_tokenizer.read(path, header.metadata).items():
                 (folder / file).write_bytes(data)
             (folder / LINK).symlink_to(path.absolute())
+            for part in {tensor.path for tensor in header.tensors.values()} - {path}:
+                (folder / part.name).symlink_to(part.absolute())  # for whoever hashes the folder
             yield folder
         except ValueError as e:
             text = str(e).replace(f"{folder}/{LINK}", str(path))

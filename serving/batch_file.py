@@ -120,10 +120,12 @@ def run_hash(args: GenerateConfig) -> str:
 
 
 def folder_hash(folder: Path) -> str:
-    """Of all bytes of a model's files; a sample could miss what a fine-tune has changed."""
-    if not folder.is_dir():
+    """Of all bytes of a model's files, or of a GGUF file; a sample could miss what a fine-tune has
+    changed."""
+    if not folder.exists():
         raise ValueError(f"{folder}: no such folder")
     files = {path for pattern in MODEL_FILES for path in folder.glob(pattern) if path.is_file()}
+    files |= {folder} if folder.is_file() else set()
 
     def one(path: Path) -> list[str]:
         with open(path, "rb") as file:
