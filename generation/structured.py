@@ -33,25 +33,31 @@ in fewer forward passes. Needs: torch, numpy; outlines-core (the Rust regex auto
 
 from __future__ import annotations
 
+import asyncio
 import codecs
+import hashlib
 import inspect
+import math
 import pickle
 import re
 import subprocess
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import lru_cache, partial
 from importlib.util import find_spec
-from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-MAX_STATES, MAX_SECONDS, MAX_BYTES = 20_000, 10, 2**31  # of a DFA and its compilation
-ONE_AT_A_TIME = threading.Lock()
+MAX_STATES = 20_000  # of a DFA
+MAX_ATOMS = 250_000  # characters and classes of a pattern, each as often as it is repeated
+MAX_MEMORY = 3 * 2**25  # bytes of the process that compiles it; 20,000 states take up to half of it
+MAX_SECONDS = 10  # of CPU, should neither end it; common patterns take 0.02 to 0.3
+MAX_DFAS, MAX_ERRORS = 16, 4096  # that are kept: a DFA has up to 20 MB
 LOOKAHEAD = 256  # bytes of a forced chain that are read, more than any token has
 MAX_FORCED_TOKENS = 32  # drafts per step: forced tokens must run anyway, so many at once
 MASKS_KEPT = 256  # of a Grammar, least recently used first out: 40 MB for 150k tokens
@@ -60,10 +66,26 @@ MASKS_KEPT = 256  # of a Grammar, least recently used first out: 40 MB for 150k 
 # Patterns
 # --------------------------------------------------------------------------------------------------
 
-# Ends what outlines-core compiles, and is in no text: its own treatment of the end is of leftmost
-# matches, which never go on after an accepting state (a|ab gives a alone).
-END = "\U0010ffff"
-ATOM = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|.", re.DOTALL)
+# Before and after what outlines-core compiles, and in no text. In front, since it determinizes the
+# unanchored search too, which is exponential where a text's start can occur again within a repeat;
+# behind, since it finds leftmost matches, which never go on after an accepting state (a|ab: a).
+SENTINEL = "\0"
+DFA = tuple[np.ndarray, np.ndarray]  # transitions and accepting states, see compile_dfa
+_COMPILED: OrderedDict[str, DFA] = OrderedDict()
+_FAILED: OrderedDict[bytes, str] = OrderedDict()  # digest of a pattern -> why
+_CACHE_LOCK, _ONE_AT_A_TIME = threading.Lock(), threading.Lock()
+
+
+# Atoms of Rust's syntax; a class may hold others. Text that no repeat follows is one token.
+CLASS = r"\[\^?\]?(?:\\.|[^\]\\])*\]"
+NESTED = CLASS.replace(r"[^\]\\]", rf"{CLASS}|[^\]\\\[]")
+TOKEN = re.compile(
+    rf"""(?P<text>[\w ,:;"'<>=-]{{2,}}(?![*+?{{])) | (?P<class>{NESTED})
+    | (?P<open>\((?:\?(?:P?<\w+>|[a-zA-Z-]*:?))?) | (?P<either>\|) | (?P<close>\))
+    | (?P<repeat>(?:[*+?]|\{{(?P<low>\d*)(?:(?P<comma>,)(?P<high>\d*))?\}})\??)
+    | (?P<other>\\[pP]\{{[^}}]*\}}|\\.|.)""",
+    re.DOTALL | re.VERBOSE,
+)
 
 
 def without_anchors(pattern: str) -> str:
@@ -71,73 +93,208 @@ def without_anchors(pattern: str) -> str:
     return re.sub(r"(?<!\\)((?:\\\\)*)\$$", r"\1", pattern.removeprefix("^"))
 
 
-@lru_cache(16)  # of up to 20 MB
-def compile_dfa(pattern: str) -> tuple[np.ndarray, np.ndarray]:
+def without_sentinel(pattern: str) -> str:
+    """A pattern whose . and negated classes leave SENTINEL out; as it is, and so perhaps slow to
+    compile, if flags change what its characters mean."""
+    if re.search(r"\(\?[a-zA-Z]*[-suxU]", pattern):
+        return pattern
+
+    def leave_out(token: re.Match[str]) -> str:
+        kind, text = token.lastgroup, token.group()
+        if kind == "other" and text == ".":
+            return r"[^\n\x00]"
+        is_class = kind == "class" and ("^" in text or "\\" in text)
+        is_class = is_class or text[:2] in (r"\D", r"\W", r"\S", r"\p", r"\P")
+        return rf"[{text}&&[^\x00]]" if is_class and r"\x00" not in text else text
+
+    return TOKEN.sub(leave_out, pattern)
+
+
+class _Size(NamedTuple):
+    """Atoms of a pattern as often as they are repeated; characters of its shortest and longest
+    text."""
+
+    atoms: float = 0
+    shortest: float = 0
+    longest: float = 0
+
+    def then(self, other: _Size) -> _Size:
+        return _Size(*(a + b for a, b in zip(self, other)))
+
+    def either(self, other: _Size | None) -> _Size:
+        if other is None:
+            return self
+        atoms, shortest = self.atoms + other.atoms, min(self.shortest, other.shortest)
+        return _Size(atoms, shortest, max(self.longest, other.longest))
+
+    def times(self, low: float, high: float) -> _Size:
+        longest = self.longest * high if self.longest else 0
+        copies = max(1, low if high == math.inf else high)
+        return _Size(self.atoms * copies, self.shortest * low if low else 0, longest)
+
+
+def _repeats(token: re.Match[str]) -> tuple[float, float]:
+    """The limits of a quantifier."""
+    low, comma, high = token["low"], token["comma"], token["high"]
+    if low is None:
+        return {"*": (0, math.inf), "+": (1, math.inf), "?": (0, 1)}[token.group()[0]]
+    number = lambda digits: float(digits[:300] or 0)
+    return number(low), number(high) if high else math.inf if comma else number(low)
+
+
+def check_size(pattern: str) -> None:
+    """ValueError for a pattern of over MAX_ATOMS, or whose shortest text or the longest, if there
+    is one, has over MAX_STATES characters: each has a state of its own."""
+    outer, done, sequence, last = [], None, _Size(), _Size()  # last: what a repeat would repeat
+    for token in TOKEN.finditer(pattern):
+        kind, text = token.lastgroup, token.group()
+        if kind == "repeat":
+            last = last.times(*_repeats(token))
+            continue
+        sequence, last = sequence.then(last), _Size()
+        if kind == "open":
+            outer.append((done, sequence))
+            done, sequence = None, _Size()
+        elif kind == "either":
+            done, sequence = sequence.either(done), _Size()
+        elif kind == "close":
+            if not outer:
+                raise ValueError("cannot be compiled: it has an unopened group")
+            last = sequence.either(done)
+            done, sequence = outer.pop()
+        else:
+            last = _Size(*[len(text) if kind == "text" else 1] * 3)
+    size = sequence.then(last).either(done)
+    if max(size.atoms / MAX_ATOMS, size.shortest / MAX_STATES) > 1 or (
+        MAX_STATES < size.longest < math.inf
+    ):
+        raise ValueError(TOO_LARGE)
+
+
+def compile_dfa(pattern: str) -> DFA:
     """A regular expression that must match a whole text -> its DFA over UTF-8: transitions (states,
     256), -1 for none, from state 0; accepting (states,) bool. An accepting state can be reached
     from each. The syntax is that of Rust's regex, which Python's mostly is; ^ and $ at the ends are
-    redundant. ValueError, which the caller puts the setting's name before: it is invalid or too
-    large."""
+    redundant; . and negated classes leave out U+0000. ValueError, which the caller puts the
+    setting's name before: it is invalid or too large."""
+    if (known := known_dfa(pattern)) is not None:
+        return known
+    with _ONE_AT_A_TIME:
+        if (known := known_dfa(pattern)) is not None:  # by another thread meanwhile
+            return known
+        command, text = _command(pattern)
+        done = subprocess.run(command, input=text, capture_output=True)
+        return _remember(pattern, done.returncode, done.stdout)
+
+
+async def compile_dfa_async(pattern: str) -> None:
+    """As compile_dfa, which has the DFA after this; a cancelled task ends the process."""
+    if known_dfa(pattern) is not None:
+        return
+    command, text = await asyncio.to_thread(_command, pattern)
+    pipe, null = subprocess.PIPE, subprocess.DEVNULL
+    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=null)
+    try:
+        stdout, _ = await process.communicate(text)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    await asyncio.to_thread(_remember, pattern, process.returncode, stdout)
+
+
+def known_dfa(pattern: str) -> DFA | None:
+    """What was compiled before, None if that is new or long ago. ValueError as it was."""
+    with _CACHE_LOCK:
+        if (why := _FAILED.get(_digest(pattern))) is not None:
+            raise ValueError(why)
+        if (dfa := _COMPILED.get(pattern)) is not None:
+            _COMPILED.move_to_end(pattern)
+        return dfa
+
+
+def _remember(pattern: str, code: int | None, stdout: bytes) -> DFA:
+    """The DFA that a process returned, or ValueError; known_dfa has either from now on."""
+    result = pickle.loads(stdout) if code == 0 else TOO_LARGE
+    dfa = _table(*result) if isinstance(result, tuple) else None
+    with _CACHE_LOCK:
+        if dfa is None:
+            _FAILED[_digest(pattern)] = result
+        else:
+            _COMPILED[pattern] = dfa
+        for kept, limit in ((_COMPILED, MAX_DFAS), (_FAILED, MAX_ERRORS)):
+            while len(kept) > limit:
+                kept.popitem(last=False)
+    if dfa is None:
+        raise ValueError(result)
+    return dfa
+
+
+TOO_LARGE = f"is too large: over {MAX_STATES} states; repeat less"
+
+
+def _digest(pattern: str) -> bytes:
+    return hashlib.sha256(pattern.encode(errors="surrogatepass")).digest()
+
+
+def _command(pattern: str) -> tuple[list[str], bytes]:
+    """The process that compiles a pattern, and its input."""
     if find_spec("outlines_core") is None:
         raise ValueError("requires outlines-core: pip install outlines-core==0.2.14")
-    depths = accumulate((atom == "(") - (atom == ")") for atom in ATOM.findall(pattern))
-    if min(depths, default=0) < 0:
-        raise ValueError("cannot be compiled: it has an unopened group")
-    large = f"is too large: over {MAX_STATES} states or {MAX_SECONDS} s to compile; repeat less"
-    if re.search(r"(?<!\\)\{[\d,]*\d{6}", pattern):  # repeats 100,000 times or more
-        raise ValueError(large)
-    code = f"{inspect.getsource(_index)}\n_index({MAX_STATES}, {MAX_SECONDS}, {MAX_BYTES})"
-    text = f"(?:{without_anchors(pattern)}){END}".encode(errors="surrogatepass")
-    with ONE_AT_A_TIME:
-        done = subprocess.run([sys.executable, "-c", code], input=text, capture_output=True)
-    if done.returncode:
-        raise ValueError(large)
-    result = pickle.loads(done.stdout)
-    if isinstance(result, str):
-        why = " ".join(result.split())[:150]
-        raise ValueError(f"cannot be compiled, or matches nothing ({why})")
-    return _table(*result)
+    pattern = without_sentinel(without_anchors(pattern))
+    check_size(pattern)
+    limits = f"{MAX_STATES}, {MAX_SECONDS}, {MAX_MEMORY}, {TOO_LARGE!r}"
+    code = f"{inspect.getsource(_index)}\n_index({limits})"
+    text = f"{SENTINEL}(?:{pattern}){SENTINEL}".encode(errors="surrogatepass")
+    return [sys.executable, "-c", code], text
 
 
-def _index(max_states: int, seconds: int, n_bytes: int) -> None:
-    """A process of its own, which ends when it exceeds a limit: a regular expression -> its first
-    state, its accepting states and the transitions, or why it is invalid."""
+def _index(max_states: int, seconds: int, memory: int, too_large: str) -> None:
+    """A process of its own, which ends when it exceeds a limit: a regular expression -> transitions
+    (states, 256) int32, from state 0, the number of states for none; accepting (states,) bool; both
+    as bytes. Or why it is invalid."""
+    import array
     import pickle
     import resource
     import sys
 
     import outlines_core
 
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-    resource.setrlimit(resource.RLIMIT_AS, (n_bytes, n_bytes))
+    none = resource.getrlimit(resource.RLIMIT_DATA)
     try:
         bytes_ = outlines_core.Vocabulary(256, {bytes([i]): [i] for i in range(256)})
-        index = outlines_core.Index(sys.stdin.buffer.read().decode(), bytes_)
-        result = index.get_initial_state(), index.get_final_states(), index.get_transitions()
-        if len(result[2]) > max_states:
-            sys.exit(1)
-    except ValueError as e:
-        result = str(e)
+        pattern = sys.stdin.buffer.read().decode()
+        resource.setrlimit(resource.RLIMIT_DATA, (memory, none[1]))
+        index = outlines_core.Index(pattern, bytes_)
+        resource.setrlimit(resource.RLIMIT_DATA, none)
+        final, edges = index.get_final_states(), index.get_transitions()
+        first = edges[index.get_initial_state()][0]  # after the sentinel
+        states = [first, *sorted(edges.keys() - final - {first, index.get_initial_state()})]
+        if len(states) > max_states:
+            result = too_large
+        else:
+            number = {state: i for i, state in enumerate(states)}
+            table = array.array("i", [len(states)]) * (256 * len(states))
+            for i, state in enumerate(states):
+                for byte, to in edges[state].items():
+                    if byte < 256 and to in number:  # 256 is outlines-core's EOS
+                        table[256 * i + byte] = number[to]
+            accepting = bytes(edges[state].get(0) in final for state in states)
+            result = table.tobytes(), accepting
+    except (KeyError, UnicodeDecodeError, ValueError) as e:
+        why = " ".join(f"{type(e).__name__} {e}".split())[:150]
+        result = f"cannot be compiled, or matches nothing ({why})"
     pickle.dump(result, sys.stdout.buffer)
 
 
-def _table(
-    start: int, final: set[int], edges: dict[int, dict[int, int]]
-) -> tuple[np.ndarray, np.ndarray]:
-    """What _index found -> transitions and accepting states."""
-    number = {state: i for i, state in enumerate((start, *sorted(edges.keys() - {start})))}
-    dead = len(number)  # a last row, of no transitions
-    table = np.full((dead + 1, 256), dead)
-    for state, to in edges.items():
-        bytes_of = [byte for byte in to if byte < 256]  # 256 is outlines-core's EOS
-        table[number[state], bytes_of] = [number.get(to[byte], dead) for byte in bytes_of]
-    ends, is_final = np.arange(dead + 1), np.zeros(dead + 1, bool)
-    is_final[[number[state] for state in final]] = True
-    for byte in END.encode():
-        ends = table[ends, byte]
-    accepting = is_final[ends]
-    table[is_final[table]] = dead  # of END
-    return _prune(table, accepting)
+def _table(transitions: bytes, accepting: bytes) -> DFA:
+    """What _index found -> transitions and accepting states, with a last one of no transitions."""
+    n = len(accepting)
+    table = np.frombuffer(transitions, np.int32).reshape(n, 256)
+    table = np.concatenate([table, np.full((1, 256), n, np.int32)])
+    return _prune(table, np.frombuffer(accepting + b"\0", bool))
 
 
 def _prune(table: np.ndarray, accepting: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

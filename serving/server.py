@@ -32,13 +32,13 @@ import re
 import sys
 import time
 import traceback
-from collections import Counter as Counts
+from collections import Counter as Counts, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import h11
 import uvicorn
@@ -50,6 +50,7 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from generation.structured import compile_dfa_async, known_dfa
 from huggingface.tokenizer import one_line
 from paged_kv import Output, Sample
 from serving.async_engine import AsyncEngine, Progress, Stats, Stream
@@ -65,6 +66,8 @@ KEPT_STREAMS, KEPT_TOKENS, KEPT_SECONDS = 256, 2**18, 120.0  # what can be conti
 LOOPBACK = {"localhost", "127.0.0.1", "[::1]"}  # the names of a server without keys
 HEADER_SECONDS = 10.0  # for the headers of a request
 SEND_SECONDS = 10.0  # after its deadline, for a client to read the rest
+
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -93,7 +96,8 @@ class Server:
         self.engine: AsyncEngine | None = None  # while it runs
         self.metrics, self.calls = Metrics(), Counts[str]()  # calls at present, by key
         self.draining = False
-        self.compilations = asyncio.Semaphore(2)  # take seconds; other calls need threads too
+        # of new grammars: at most 2 processes, and 1 for each key
+        self.compilations, self.compiles_of_key = asyncio.Semaphore(2), defaultdict(asyncio.Lock)
         self.changing_adapters = asyncio.Lock()  # one at a time: reading takes memory and a thread
         self.generations: dict[str, Generation] = {}  # by the id of the call
 
@@ -207,9 +211,12 @@ class Server:
 
     async def generate(self, parse: Callable[..., Call], request: HTTPRequest) -> Response:
         body, key = await self._json(request), request.state.key
-        has_pattern = isinstance(body, dict) and body.get("response_format") is not None
-        async with self.compilations if has_pattern else nullcontext():
-            call = await asyncio.to_thread(parse, body, self.model)
+        deadline = asyncio.get_running_loop().time() + self.limits.request_timeout
+        try:
+            async with asyncio.timeout_at(deadline):
+                call = await _while_connected(request, self._parse(parse, body, key))
+        except TimeoutError:
+            raise APIError(504, "the request took too long") from None
         generation = Generation(self, call, key)
         if (event := request.headers.get("last-event-id")) is not None:
             generation = await self._resume(event, key)
@@ -219,7 +226,7 @@ class Server:
         client = key if len(self.keys) > 1 else call.user or key  # who shares with whom (--policy)
         for queued in call.requests:
             queued.client = client
-        await generation.start()
+        await generation.start(deadline)
         if request.query_params.get("repeat_unacked") == "1":
             generation.tails = [UnackedTail(p.chars) for p in generation.seen]
         if call.stream:
@@ -228,6 +235,19 @@ class Server:
             return await _while_connected(request, generation.response())
         finally:
             generation.finish()
+
+    async def _parse(self, parse: Callable[..., Call], body: Any, key: str) -> Call:
+        """A body's Call, its grammar compiled in a process that ends with this task. Grammars that
+        were compiled, or failed, wait for no others."""
+        call = await asyncio.to_thread(parse, body, self.model)
+        pattern = call.requests[0].params.grammar
+        try:
+            if pattern is not None and known_dfa(pattern) is None:
+                async with self.compiles_of_key[key], self.compilations:
+                    await compile_dfa_async(pattern)
+        except ValueError as e:
+            raise APIError(400, f"response_format {e}", "response_format") from None
+        return call
 
     async def _resume(self, event: str, key: str) -> Generation:
         """Of the event that a client saw last, a generation of what the client lacks. Ends the
@@ -344,8 +364,8 @@ def _error(e: APIError) -> Response:
     return JSONResponse(e.body, e.status, e.headers)
 
 
-async def _while_connected(request: HTTPRequest, response: Awaitable[Response]) -> Response:
-    """The response; APIError as soon as the client leaves."""
+async def _while_connected(request: HTTPRequest, response: Awaitable[Result]) -> Result:
+    """What is awaited; APIError as soon as the client leaves."""
 
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -381,10 +401,10 @@ class Generation:
     tails: list[UnackedTail] = field(default_factory=list)  # of ?repeat_unacked=1, of each choice
     begun: float = field(default_factory=time.monotonic)
 
-    async def start(self) -> None:
+    async def start(self, deadline: float) -> None:
         """Queue its requests. From here on, `finish` must be called."""
         server, loop, k = self.server, asyncio.get_running_loop(), self.call.prompt_logprobs
-        self.deadline = loop.time() + server.limits.request_timeout
+        self.deadline = deadline
         try:
             async with asyncio.timeout_at(self.deadline):
                 self.stream = await server.engine.submit(self.call.requests, self.previous, k)
