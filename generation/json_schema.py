@@ -227,7 +227,7 @@ class _Translator:
     def _number(self, schema: Schema, where: str, refs: tuple[str, ...], kind: str) -> str:
         if not BOUNDS & schema.keys():
             return INTEGER if kind == "integer" else NUMBER
-        for name in BOUNDS & schema.keys():
+        for name in sorted(BOUNDS & schema.keys()):
             value = schema[name]
             limit = 20 if kind == "integer" else MAX_DIGITS - 1
             ok = type(value) in (int, float) and abs(value) < 10**limit
@@ -318,7 +318,7 @@ def _members(schema: Schema, where: str) -> dict[str, Any]:
 def _merge(a: Schema, b: Schema, where: str) -> Schema | None:
     """A schema that is valid where both are; None if nothing is."""
     merged = a | b
-    for key in a.keys() & b.keys() - {"properties", "additionalProperties"}:
+    for key in sorted(a.keys() & b.keys() - {"properties", "additionalProperties"}):
         x, y = a[key], b[key]
         if key == "type":
             x, y = _types(a, where), _types(b, where)
@@ -353,9 +353,9 @@ def _merge_members(a: Schema, b: Schema, where: str) -> Schema:
     only the other one has."""
     more = [x.get("additionalProperties", True) for x in (a, b)]
     both = lambda x, y: x if y is True else y if x is True else {"allOf": [x, y]}
-    mine, others = _members(a, where), _members(b, where)
-    names = [*mine, *(name for name in others if name not in mine)]
-    members = {name: both(mine.get(name, more[0]), others.get(name, more[1])) for name in names}
+    first, second = _members(a, where), _members(b, where)
+    names = [*first, *(name for name in second if name not in first)]
+    members = {name: both(first.get(name, more[0]), second.get(name, more[1])) for name in names}
     merged = {"properties": members} if members else {}
     return merged | ({"additionalProperties": both(*more)} if more != [True, True] else {})
 
