@@ -12823,7 +12823,9 @@ def test_serving_batch_of_stdin(tmp_path, monkeypatch):
     with those before it written. It requires --out."""
     out, lines = tmp_path / "out.jsonl", [{"prompt": "x = 1\n"}, {"prompt": "y"}]
     flags = f"--batch - --checkpoint {DRAFT} --max-new-tokens 2 --dtype fp32 --out".split()
-    assert "requires --out" in run_generate("--batch", "-").err
+    for pipe in ("-", "/dev/null"):
+        done = run_generate("--batch", pipe)
+        assert done.code == 2 and "a pipe requires --out" in done.err
 
     def go(lines: list) -> SimpleNamespace:
         end, start = os.pipe()

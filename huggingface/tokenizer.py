@@ -190,8 +190,9 @@ class StopStrings:
             return "", True
         n_old, text = len(self.pending), self.pending + text
         hits = []
-        for s in self.stop if may_end else ():
-            if (start := text.find(s, max(0, n_old + 1 - len(s)))) >= 0:  # ends in the new text
+        for s in self.stop:
+            start = text.find(s, max(0, n_old + 1 - len(s)))  # of one that ends in the new text
+            if may_end and start >= 0:
                 hits.append((start + len(s), start))
         if hits:
             self.pending, self.found = "", True

@@ -260,8 +260,8 @@ def batch_files(args: GenerateConfig) -> tuple[Path, Results, str]:
         args.batch = STDIN
     if not os.access(args.batch, os.R_OK) or args.batch.is_dir():
         raise ValueError(f"--batch {args.batch}: cannot be read; give a JSONL file")
-    if args.batch == STDIN and args.out is None:
-        raise ValueError("--batch - requires --out FILE, for the results")
+    if args.out is None and (args.batch == STDIN or not args.batch.is_file()):
+        raise ValueError(f"--batch {args.batch}: a pipe requires --out FILE, for the results")
     out = args.out or args.batch.with_suffix(".results.jsonl")
     if not out.parent.is_dir():
         raise ValueError(f"--out {out}: there is no folder {out.parent}")
