@@ -14413,6 +14413,39 @@ def test_policies_fair_admits_in_turn_and_idleness_saves_nothing_up():
         assert 8 <= n_before <= 14, (at, n_before)
 
 
+@pytest.mark.parametrize("spec", ["fair", "sjf", "deadline", "s3", "mlfq", "qoe"])
+def test_policies_forget_clients_without_requests(spec, monkeypatch):
+    """After 99 clients with a request each, what a policy keeps is that of a few; those that have
+    requests are not forgotten."""
+    monkeypatch.setattr(POLICY, "MAX_CLIENTS", 8)
+    policy = POLICY.make_policy(spec)
+    jobs = [Job(2 * i, 4, 3, f"client {i}") for i in range(99)]
+    jobs += [Job(0, 4, 300, "long") for _ in range(2)]
+
+    def watch(scheduler, alive, now):
+        if spec == "fair" and any(seq.client == "long" for seq in scheduler.running):
+            assert "long" in policy.service
+
+    policy_run(policy, jobs, watch=watch, max_num_seqs=3)
+    parts = [
+        *vars(policy).values(),
+        *vars(getattr(policy, "predictor", SimpleNamespace())).values(),
+    ]
+    names = [part for part in parts if isinstance(part, (dict, set))]
+    assert all(len(part) <= 9 for part in names), names
+
+
+def test_policies_fair_new_names_do_not_go_first():
+    """A client that sends each request under a new name, one after the other, is served no more
+    often than one that keeps its name."""
+    jobs = [Job(0, 4, 20, "a") for _ in range(60)] + [Job(0, 4, 20, "b") for _ in range(60)]
+    jobs += [Job(10 * i, 4, 20, f"new {i}") for i in range(60)]
+    policy_run("fair", jobs, max_num_seqs=2)
+    ends = lambda name: sorted(job.times[-1] for job in jobs if job.client.startswith(name))
+    half = ends("a")[30]
+    assert sum(end < half for end in ends("new")) <= 40
+
+
 def test_policies_predictor_learns_from_finished_outputs():
     """max_new_tokens at first, then the mean of the client's outputs, of similar prompts if there
     were any; never less than the output so far and one token, never more than max_new_tokens."""

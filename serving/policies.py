@@ -51,6 +51,7 @@ def _check_range(policy: Any, **ranges: tuple[float, float]) -> None:
 
 
 SECONDS = 1e-6, 1e9  # the range of times and rates
+MAX_CLIENTS = 4096  # without requests whose counters are kept: the names may come from a network
 
 
 @dataclass
@@ -81,8 +82,10 @@ class Fair:
     smallest counter is admitted next. A client that returns from idleness is lifted to the least
     counter in the queue, so that it saves nothing up. Two clients with waiting requests at all
     times differ by at most 2 max(input_weight L, output_weight M), L tokens of the longest prompt,
-    M of the KV cache, if input_weight <= output_weight. Loses throughput when clients share
-    prefixes, whose requests it takes apart."""
+    M of the KV cache, if input_weight <= output_weight. A name that is new, or was forgotten after
+    MAX_CLIENTS others, starts at the greatest counter in the queue, so that a new name for each
+    request is no way to the front; who uses several names at once has several shares. Loses
+    throughput when clients share prefixes, whose requests it takes apart."""
 
     input_weight: float = 1.0
     output_weight: float = 2.0
@@ -133,14 +136,24 @@ class Fair:
         present = self.queued & queued.keys()
         for client in queued:
             if client not in present:
-                least = min(map(service.__getitem__, present or {self.last_left}))
-                service[client] = max(service[client], least)
+                others = [service[other] for other in present or {self.last_left} & service.keys()]
+                lift = min if client in service else max
+                # at the end: the clients that came last are forgotten last
+                service[client] = max(service.pop(client, 0.0), lift(others, default=0.0))
                 present.add(client)
         self.queued, self.ahead = present, {}
+        self._forget_idle()
         total: Counter[str] = Counter()
         for seq in waiting:
             self.ahead[seq] = total[seq.client]
             total[seq.client] += self._input(seq)
+
+    def _forget_idle(self) -> None:
+        if len(self.service) > MAX_CLIENTS:
+            active = self.queued | {seq.client for seq in self.charged}
+            idle = [client for client in self.service if client not in active]
+            for client in idle[: len(self.service) - MAX_CLIENTS]:
+                del self.service[client]
 
     def end(self, seq: Sequence) -> None:
         if seq in self.charged or len(seq.tokens) > seq.n_prompt:
@@ -149,24 +162,27 @@ class Fair:
 
     def __call__(self, seq: Sequence) -> Any:
         if seq.running:  # first: the paper's algorithm does not preempt
-            return seq.priority, 0, self.service[seq.client], seq.arrival
-        service = self.service[seq.client] + self.ahead.get(seq, 0.0)
+            return seq.priority, 0, self.service.get(seq.client, 0.0), seq.arrival
+        service = self.service.get(seq.client, 0.0) + self.ahead.get(seq, 0.0)
         return seq.priority, 1, service, seq.arrival
 
 
 class Predictor:
     """Predicts output lengths: the mean over finished sequences of the same client with a prompt of
-    similar length (the same power of two), else over all of the client, else max_new_tokens."""
+    similar length (the same power of two), else over all of the client, else max_new_tokens. Of
+    MAX_CLIENTS such groups, those that ended last."""
 
     def __init__(self):
-        self.sums: dict[Any, list[float]] = {}  # number, sum and sum of squares of lengths
+        self.sums: dict[Any, tuple[int, int, int]] = {}  # number, sum and sum of squares of lengths
 
     def observe(self, seq: Sequence) -> None:
         """A sequence ended."""
         n = len(seq.tokens) - seq.n_prompt
         for key in ((seq.client, seq.n_prompt.bit_length()), seq.client) if n else ():
-            s = self.sums.setdefault(key, [0, 0, 0])
-            s[:] = s[0] + 1, s[1] + n, s[2] + n * n
+            number, total, squares = self.sums.pop(key, (0, 0, 0))
+            self.sums[key] = number + 1, total + n, squares + n * n
+        while len(self.sums) > MAX_CLIENTS:
+            del self.sums[next(iter(self.sums))]
 
     def predict(self, seq: Sequence, deviations: float = 0.0) -> float:
         """The whole output of a sequence in tokens, the mean plus standard deviations; more than it
