@@ -14420,7 +14420,7 @@ def test_policies_forget_clients_without_requests(spec, monkeypatch):
     monkeypatch.setattr(POLICY, "MAX_CLIENTS", 8)
     policy = POLICY.make_policy(spec)
     jobs = [Job(2 * i, 4, 3, f"client {i}") for i in range(99)]
-    jobs += [Job(0, 4, 300, "long") for _ in range(2)]
+    jobs += [Job(0, 4, 60, "long") for _ in range(2)]
 
     def watch(scheduler, alive, now):
         if spec == "fair" and any(seq.client == "long" for seq in scheduler.running):
@@ -14436,14 +14436,16 @@ def test_policies_forget_clients_without_requests(spec, monkeypatch):
 
 
 def test_policies_fair_new_names_do_not_go_first():
-    """A client that sends each request under a new name, one after the other, is served no more
-    often than one that keeps its name."""
-    jobs = [Job(0, 4, 20, "a") for _ in range(60)] + [Job(0, 4, 20, "b") for _ in range(60)]
-    jobs += [Job(10 * i, 4, 20, f"new {i}") for i in range(60)]
-    policy_run("fair", jobs, max_num_seqs=2)
-    ends = lambda name: sorted(job.times[-1] for job in jobs if job.client.startswith(name))
-    half = ends("a")[30]
-    assert sum(end < half for end in ends("new")) <= 40
+    """A client that sends each request under a new name waits longer than one with a name that is
+    known: it starts behind the others, which have requests all the time."""
+    waits = []
+    for name in ("{}".format, lambda i: "c"):
+        r = random.Random(0)
+        jobs = [Job(0, 4, 20, c) for c in "ab" for _ in range(60)]
+        jobs += [Job(37 * i + r.randrange(30), 4, 5, name(i)) for i in range(30)]
+        policy_run("fair", jobs, max_num_seqs=2)
+        waits.append(sum(job.e2e - job.at for job in jobs[120:]))
+    assert waits[0] > 1.3 * waits[1], waits
 
 
 def test_policies_predictor_learns_from_finished_outputs():
@@ -15690,8 +15692,8 @@ def test_server_stream_is_continued_with_its_key_only(monkeypatch):
     up to a number of them."""
     body = dict(prompt=HTTP_PROMPT, seed=5, max_tokens=12, stream=True, ignore_eos=True)
     n_tokens = len(http_small()[1].encode(HTTP_PROMPT)) + 12
-    monkeypatch.setattr(SV, "KEPT_TOKENS", 2 * n_tokens + 6)
     (want,) = http_reference(HTTP_PROMPT, seed=5, max_new_tokens=12, ignore_eos=True)
+    monkeypatch.setattr(SV, "KEPT_SIZE", 2 * (n_tokens + len(want.text)) + 6)
     keys = b"a", "\u00fc".encode()
     with http_server(keys=keys) as (server, url), ThreadPoolExecutor(1) as pool:
         key = lambda k: {"Authorization": f"Bearer {k}".encode()}
@@ -15732,27 +15734,122 @@ def test_server_stream_is_continued_with_its_key_only(monkeypatch):
 
 
 def test_server_stream_is_continued_twice_at_once():
-    """Two connections that continue one stream do not disturb each other."""
+    """Of two connections that continue one stream, one gets all of the rest: it continues what the
+    other got, which is cut off. Each request, token and prompt is counted once."""
     body = dict(prompt=HTTP_PROMPT, seed=5, max_tokens=12, stream=True, ignore_eos=True)
     body["stream_options"] = {"include_usage": True}
     (want,) = http_reference(HTTP_PROMPT, seed=5, max_new_tokens=12, ignore_eos=True)
-    post = partial(http_post, path="/v1/completions", body=body)
     with http_server() as (server, url), ThreadPoolExecutor(2) as pool:
         http_slow(server, 0.02)
         with http_stream(f"{url}/v1/completions", json=body) as response:
             first = next(http_events(response.iter_lines()))
         http_settled(server)
-        submit, both = server.engine.submit, asyncio.Barrier(2)
+        n_before, submits = server.engine.engine.counts["tokens_new"], []
+        submit = server.engine.submit
 
-        async def submit_together(*args) -> SV.Stream:
-            await both.wait()
+        async def count_submits(*args) -> SV.Stream:
+            submits.append(args)
             return await submit(*args)
 
-        server.engine.submit = submit_together
-        for call in [pool.submit(post, url, Last_Event_ID=first[0]) for _ in range(2)]:
-            rest = [*http_events(call.result().text.splitlines())]
+        server.engine.submit = count_submits
+        headers = {"Last-Event-ID": first[0]}
+
+        def rest_of_stream() -> list[tuple[str, Any]]:
+            events = []
+            with contextlib.suppress(httpx.RemoteProtocolError):  # it is cut off
+                with http_stream(f"{url}/v1/completions", json=body, headers=headers) as response:
+                    events.extend(http_events(response.iter_lines()))
+            return events
+
+        rests = [call.result() for call in [pool.submit(rest_of_stream) for _ in range(2)]]
+        whole = [rest for rest in rests if rest and rest[-1][1] == "[DONE]"]
+        for rest in whole:
             assert streamed_texts([first, *rest]) == [want.text]
             assert rest[-2][1]["usage"]["completion_tokens"] == 12
+        http_settled(server)
+        assert whole and len(submits) == 2 and len(server.generations) == 1
+        # the later one continues what the earlier one had: a token may be sampled again in a step
+        assert server.engine.engine.counts["tokens_new"] - n_before <= 12
+        text = http_get(f"{url}/metrics").text
+        n_prompt = len(http_small()[1].encode(HTTP_PROMPT))
+        for line in ("generation_tokens_total 12.0", f"prompt_tokens_total {n_prompt}.0",
+                     'request_success_total{finished_reason="length"} 1.0',
+                     "time_to_first_token_seconds_count 1.0"):  # fmt: skip
+            assert f"sheaf:{line}" in text, text
+        assert 'finished_reason="abort"' not in text
+
+
+def test_server_streams_that_ended_are_bounded(monkeypatch):
+    """In number, in time without further calls, and in all that they hold: user, stop strings,
+    biases and patterns, but no compiled grammar. One that nobody continues is counted as aborted."""
+    monkeypatch.setattr(SV, "KEPT_SIZE", 9000)
+    kind = {"type": "json_schema", "json_schema": {"schema": {"enum": ["a", "b"]}}}
+    body = dict(prompt=HTTP_PROMPT, max_tokens=9, stream=True)
+    large = dict(user="u" * 256, stop=["s" * 50] * 16, logit_bias={str(i): 0 for i in range(4000)})
+    with http_server() as (server, url):
+        post = lambda **more: http_post(url, "/v1/completions", body | more)
+        assert post(response_format=kind).status_code == 200
+        http_settled(server)
+        (kept,) = server.generations.values()
+        assert kept.call.requests[0].params.grammar == kept.call.requests[0].params.grammar + ""
+        assert post(user="u" * 257).status_code == 400
+        sizes = []
+        for _ in range(3):
+            assert post(**large).status_code == 200
+            http_settled(server)
+            sizes.append(len(server.generations))
+        assert sizes == [2, 1, 1]
+        monkeypatch.setattr(SV, "KEPT_SECONDS", 0.0)
+        with http_stream(f"{url}/v1/completions", json=body | dict(max_tokens=400)) as response:
+            next(http_events(response.iter_lines()))
+        wait_until(lambda: not server.generations)  # after a time, though no other call comes
+        assert 'finished_reason="abort"} 1.0' in http_get(f"{url}/metrics").text
+
+
+def test_server_log_has_no_control_characters(capfd):
+    """Paths, bodies, users, hosts and errors of clients reach the log without escape sequences or
+    line breaks, before authentication too; a 405 says what is allowed; an upgrade logs nothing."""
+    evil = "\x1b]0;owned\x07\x9b2J\nforged"
+    quoted = "%1b]0;owned%07%c2%9b2J"
+    with http_server(keys=(b"k",)) as (server, url):
+        auth = {"Authorization": "Bearer k"}
+        for headers, status in (({}, 401), (auth, 404)):
+            assert http_get(f"{url}/v1/models/{quoted}", headers=headers).status_code == status
+        for body in ({evil: 1}, {"prompt": "x", "model": evil}, {"prompt": "x", "user": evil}):
+            http_post(url, "/v1/completions", body, **auth)
+        server.engine.engine.step = lambda: (_ for _ in ()).throw(RuntimeError(evil))
+        failed = http_post(url, "/v1/completions", HTTP_LONG, **auth)
+        assert failed.status_code == 500 and "owned" not in failed.text
+        http_slow(server, 0)
+        got = http_get(f"{url}/v1/completions", headers=auth)
+        assert got.status_code == 405 and got.headers["allow"] == "POST"
+        with http_connect(url) as client:
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + HTTP_UPGRADE)
+            assert b"200 OK" in client.recv(999)
+        large = {f"X-{i}": "x" * 1000 for i in range(70)}
+        assert http_get(f"{url}/v1/models", headers=auth | large).status_code == 431
+    log = capfd.readouterr().err
+    assert "owned" in log and "Upgrade" not in log and "pip install" not in log
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f]", log) and "\nforged" not in log
+
+
+HTTP_UPGRADE = b"Connection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+
+
+def test_server_connections_are_fewer_than_descriptors(monkeypatch):
+    """Beyond the limit the connection that has waited for a request the longest is closed: calls
+    that run and those that come are served."""
+    monkeypatch.setattr(SV, "max_connections", lambda: 4)
+    with http_tiny() as (server, url), ThreadPoolExecutor(1) as pool:
+        with HeldSteps(server) as steps, contextlib.ExitStack() as stack:
+            running = pool.submit(http_post, url, "/v1/completions", HTTP_LONG)
+            wait_until(lambda: server.engine.n_waiting == 1)
+            idle = [stack.enter_context(http_connect(url)) for _ in range(9)]
+            assert http_get(f"{url}/health").status_code == 200
+            with contextlib.suppress(ConnectionError):
+                assert not idle[0].recv(9)
+            steps.end()
+            assert running.result().status_code == 200
 
 
 def test_server_repeats_what_is_not_acknowledged():
@@ -16437,6 +16534,26 @@ def test_server_port_that_is_in_use(capsys):
         first.listen()
         with pytest.raises(ValueError, match=f"--serve {busy}: .*in use"):
             SRUN.serve_engine(G.parse_args(["--serve", str(busy)]), None, None, second, "")
+
+
+def test_server_keys_of_a_file_and_of_the_environment(tmp_path, monkeypatch):
+    """Keys of --api-key-file, SHEAF_API_KEY and --api-key are all valid, each is enough beyond
+    loopback, and a wrong one is refused with its source."""
+    (tmp_path / "keys").write_text("a\nb\n")
+    file = f"--api-key-file {tmp_path / 'keys'}"
+    for flags, variable, want in (
+        (file, None, ["a", "b"]), ("", "c", ["c"]), ("--api-key d", None, ["d"]),
+        (f"{file} --api-key d --api-key e", "c", ["d", "e", "c", "a", "b"]),
+    ):  # fmt: skip
+        monkeypatch.delenv("SHEAF_API_KEY", raising=False)
+        if variable is not None:
+            monkeypatch.setenv("SHEAF_API_KEY", variable)
+        args = G.parse_args(["--serve", "0.0.0.0:80", *flags.split()])
+        assert SRUN.api_keys(args) == want and SRUN.parse_address(args) == ("0.0.0.0", 80)
+    for variable in ("", "a b"):
+        monkeypatch.setenv("SHEAF_API_KEY", variable)
+        with pytest.raises(ValueError, match="SHEAF_API_KEY: a key is empty or has spaces"):
+            SRUN.parse_address(G.parse_args(["--serve", "0"]))
 
 
 def http_garbage(rng: random.Random) -> tuple[str, bytes, bool]:
@@ -31870,8 +31987,11 @@ BAD_GENERATE = f"""
 ''                                          | prompt is empty
 -                                           | prompt is empty
 --serve 70000                               | --serve give [HOST:]PORT
---serve 0.0.0.0:8000                        | --serve requires --api-key
+--serve 0.0.0.0:8000                        | --serve requires SHEAF_API_KEY --api-key
 --serve [::]:80                             | --serve requires --api-key
+--serve 0 --api-key-file /nowhere           | --api-key-file /nowhere cannot be read
+--serve 0 --api-key-file /dev/null          | --api-key-file /dev/null is empty
+--serve 0 --api-key-file README.md          | --api-key-file README.md spaces
 --serve 0 --api-key=                        | --api-key is empty
 x --api-key k                               | --api-key requires --serve
 --batch f --runtime-adapters .              | --runtime-adapters requires --serve

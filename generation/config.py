@@ -273,8 +273,11 @@ class GenerateConfig(Settings):
         None, "an HTTP server with the OpenAI API and a page", nargs="?", const="127.0.0.1:8000",
         metavar="[HOST:]PORT")
     api_key: list[str] | tuple = flag(
-        (), "accept calls of --serve with this key only; repeatable; required beyond loopback",
-        action="append", metavar="KEY")
+        (), "accept calls of --serve with this key only; repeatable; a key is required beyond "
+        "loopback; other users see it in the list of processes, unlike SHEAF_API_KEY and "
+        "--api-key-file", action="append", metavar="KEY")
+    api_key_file: Path | None = flag(
+        None, "as --api-key, with a key in each line of FILE", metavar="FILE")
     drain_timeout: float = flag(
         60.0, "seconds that running requests have after SIGTERM", "0 or more", metavar="S")
     max_queue: int = rare(512, "waiting requests of --serve at most", "1 or more")
@@ -349,7 +352,7 @@ REQUIRES = [
         "request_rate", "arrival_cv", "input_tokens", "output_tokens", "shared_prefix",
         "disaggregate")), ("slo", "disaggregate"),
     *((name, "serve") for name in (
-        "api_key", "drain_timeout", "max_queue", "request_timeout", "cors_origin")),
+        "api_key", "api_key_file", "drain_timeout", "max_queue", "request_timeout", "cors_origin")),
     ("finetune", "batch serve"),
     ("kv_store_size", "kv_store"), ("kv_store_host", "kv_store"),
     ("expert_load", "ep"), ("num_redundant_experts", "ep"),

@@ -313,6 +313,12 @@ def one_line(e: object) -> str:
     return " ".join(str(e).split())
 
 
+def printable(text: str) -> str:
+    """The text in one line, without control characters or lone surrogates: it may come from a
+    client, and a terminal obeys escape sequences."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 TOKEN_FIELDS = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")
 

@@ -24,6 +24,7 @@ if __name__ == "__main__":
     raise SystemExit("this is a part of generate.py; run: python generate.py --help")
 
 import asyncio
+import sys
 import threading
 import traceback
 from collections import deque
@@ -33,7 +34,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from huggingface.tokenizer import one_line
+from huggingface.tokenizer import printable
 from paged_kv import Output
 from serving.batch import Request, Service
 from serving.lockstep import Rank0Service
@@ -43,6 +44,13 @@ MAX_IDLE = 60.0  # seconds between steps: other ranks wait in a collective, whic
 
 Stats = dict[str, float]
 LogProb = tuple[float, list[int], list[float]]  # of a token; the most likely tokens, and theirs
+
+
+def log_exception() -> None:
+    """Print the trace of the exception that is being handled. Its message may quote a client: all
+    lines are indented, so that none looks like another line of the log."""
+    for line in traceback.format_exc().splitlines():
+        print(f"  {printable(line)}", file=sys.stderr)
 
 
 @dataclass
@@ -248,8 +256,8 @@ class AsyncEngine:
             if not self.closed:
                 self._report(self.service.step())
         except Exception as e:
-            traceback.print_exc()
-            self._fail(f"the engine failed ({type(e).__name__}: {one_line(e)})")
+            log_exception()
+            self._fail(f"the engine failed ({type(e).__name__}); see the server's log")
 
     def _add(self, request: Request, earlier: Output | None, prompt_logprobs: int | None) -> Output:
         if earlier is None or not any(sample.token_ids for sample in earlier.samples):

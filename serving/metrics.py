@@ -58,11 +58,16 @@ class Metrics:
             counter.inc(max(0, stats[name] - self.last_totals[name]))
             self.last_totals[name] = stats[name]
 
-    def observe(self, stream: Stream, new_tokens: int) -> None:
-        """Count the requests and new tokens of a stream that has finished."""
-        self.new_tokens.inc(new_tokens)
-        for choice, progress in enumerate(stream.progress):
+    def count_ends(self, stream: Stream) -> None:
+        """Count the requests of a stream that nobody continues."""
+        for progress in stream.progress:
             self.finished.labels(progress.finish_reason or "abort").inc()
+
+    def observe(self, stream: Stream, new_tokens: int, continued: bool = False) -> None:
+        """Count the tokens and the time of a stream that has finished. continued: another stream's
+        prompts and arrival were counted."""
+        self.new_tokens.inc(new_tokens)
+        for choice in range(0 if continued else len(stream.progress)):
             request, output, sample = stream.sample(choice)
             times = output.timestamps[1:]
             if sample == 0:

@@ -26,13 +26,14 @@ from typing import Any
 
 from generation.json_schema import from_response_format
 from huggingface.chat_template import ChatTemplate
-from huggingface.tokenizer import TextStream, Tokenizer
+from huggingface.tokenizer import TextStream, Tokenizer, printable
 from paged_kv import SamplingParams
 from serving.async_engine import LogProb, Piece, Progress, Stream
 from serving.batch import Request, parse_logit_bias
 
 FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
 MAX_LOGPROBS, MAX_STOP, MAX_PROMPTS, MAX_N = 20, 16, 128, 128
+MAX_USER = 256  # characters: it is logged, and names a client of --policy
 MAX_MESSAGE = 500  # characters of an error, which may quote the body
 
 SAMPLING = {  # field of a body -> of SamplingParams
@@ -61,8 +62,8 @@ class APIError(Exception):
     field may quote a client: they are one printable line, for the log too."""
 
     def __init__(self, status: int, message: str, param: str | None = None, **headers: str):
-        super().__init__(_printable(message))
-        self.status, self.param = status, param and _printable(param)
+        super().__init__(printable(message[:MAX_MESSAGE]))
+        self.status, self.param = status, param and printable(param[:MAX_MESSAGE])
         self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
 
     @property
@@ -72,11 +73,6 @@ class APIError(Exception):
         kind = kinds.get(self.status, other)
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.status}
         return {"error": error}
-
-
-def _printable(text: str) -> str:
-    """The text in one line, without control characters or lone surrogates."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:MAX_MESSAGE])
 
 
 @dataclass
@@ -316,6 +312,8 @@ def _chat_prompt(messages: Any, model: Model) -> list[int]:
 def _stream_fields(body: Mapping[str, Any]) -> dict[str, Any]:
     """`stream`, `include_usage` and `user` of a Call."""
     stream, user = _typed(body, "stream", bool, False), _typed(body, "user", str, "")
+    if len(user) > MAX_USER:
+        raise APIError(400, f"user has {len(user)} characters; at most {MAX_USER}", "user")
     name = "stream_options"
     options = _object(body.get(name, {}), name, {"include_usage"})
     if options and not stream:

@@ -505,7 +505,7 @@ def serve_engine(
         listener.listen(2048)
     limits = server.Limits(args.max_queue, drain_timeout=args.drain_timeout)
     limits.request_timeout = args.request_timeout
-    keys = tuple(key.encode() for key in args.api_key)
+    keys = tuple(key.encode() for key in api_keys(args))
     app = server.Server(make_engine, model, keys, limits, args.cors_origin, adapters)
     host, port = listener.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
@@ -533,11 +533,31 @@ def parse_address(args: GenerateConfig) -> tuple[str, int]:
     host = host.strip("[]") or "127.0.0.1"
     if not port.isdecimal() or int(port) > 65535:
         raise ValueError(f"--serve {args.serve}: give [HOST:]PORT, for example 127.0.0.1:8000")
-    if host not in ("127.0.0.1", "localhost", "::1") and not args.api_key:
-        raise ValueError(f"--serve {args.serve}: an address beyond loopback requires --api-key KEY")
-    if not all(key.split() == [key] for key in args.api_key):
-        raise ValueError("--api-key is empty or has spaces; give a word")
+    keys = api_keys(args)
+    if host not in ("127.0.0.1", "localhost", "::1") and not keys:
+        text = "an address beyond loopback requires SHEAF_API_KEY, --api-key-file or --api-key"
+        raise ValueError(f"--serve {args.serve}: {text}")
     return host, int(port)
+
+
+def api_keys(args: GenerateConfig) -> list[str]:
+    """Those of --api-key, of the variable SHEAF_API_KEY, and of the lines of --api-key-file.
+    ValueError names the source of a wrong one."""
+    found = {"--api-key": [*args.api_key]}
+    if "SHEAF_API_KEY" in os.environ:
+        found["SHEAF_API_KEY"] = [os.environ["SHEAF_API_KEY"]]
+    if args.api_key_file is not None:
+        name = f"--api-key-file {args.api_key_file}"
+        try:
+            found[name] = args.api_key_file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as e:
+            raise ValueError(f"{name}: cannot be read ({e})") from None
+        if not found[name]:
+            raise ValueError(f"{name} is empty; give a key in each line")
+    for name, keys in found.items():
+        if not all(key.split() == [key] for key in keys):
+            raise ValueError(f"{name}: a key is empty or has spaces; give a word")
+    return [key for keys in found.values() for key in keys]
 
 
 def bind(args: GenerateConfig) -> socket.socket:

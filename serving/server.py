@@ -29,12 +29,12 @@ import hmac
 import json
 import math
 import re
+import resource
 import sys
 import time
-import traceback
 from collections import Counter as Counts, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -51,9 +51,9 @@ from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from generation.structured import compile_dfa_async, known_dfa
-from huggingface.tokenizer import one_line
+from huggingface.tokenizer import one_line, printable
 from paged_kv import Output, Sample
-from serving.async_engine import AsyncEngine, Progress, Stats, Stream
+from serving.async_engine import AsyncEngine, Progress, Stats, Stream, log_exception
 from serving.batch_file import parse_json
 from serving.metrics import Metrics, log_line
 from serving.openai_api import APIError, Call, Model, ResponseWriter, invalid, known_fields
@@ -62,9 +62,10 @@ from serving.runtime_adapters import RuntimeAdapters
 from serving.unacked import UnackedTail
 
 PAGE = Path(__file__).parent / "page.html"
-KEPT_STREAMS, KEPT_TOKENS, KEPT_SECONDS = 256, 2**18, 120.0  # what can be continued
+# what can be continued: streams, their token ids and characters, seconds after their end
+KEPT_STREAMS, KEPT_SIZE, KEPT_SECONDS = 256, 2**20, 120.0
 LOOPBACK = {"localhost", "127.0.0.1", "[::1]"}  # the names of a server without keys
-HEADER_SECONDS = 10.0  # for the headers of a request
+HEADER_SECONDS, MAX_HEADERS = 10.0, 2**16  # for the headers of a request; their bytes
 SEND_SECONDS = 10.0  # after its deadline, for a client to read the rest
 
 Result = TypeVar("Result")
@@ -100,6 +101,7 @@ class Server:
         self.compilations, self.compiles_of_key = asyncio.Semaphore(2), defaultdict(asyncio.Lock)
         self.changing_adapters = asyncio.Lock()  # one at a time: reading takes memory and a thread
         self.generations: dict[str, Generation] = {}  # by the id of the call
+        self.forgetting: asyncio.TimerHandle | None = None  # of those that have ended
 
     def app(self) -> Starlette:
         """The ASGI application."""
@@ -118,7 +120,8 @@ class Server:
             Route("/health", self.health),
             Route("/", lambda _: FileResponse(PAGE)),
         ]
-        handlers = {HTTPException: lambda _, e: _error(APIError(e.status_code, e.detail))}
+        error = lambda _, e: _error(APIError(e.status_code, e.detail, **(e.headers or {})))
+        handlers = {HTTPException: error}
         app = Starlette(routes=routes, exception_handlers=handlers, lifespan=self._lifespan)
         if self.origin:
             cors = dict(allow_origins=[self.origin], allow_methods=["*"], allow_headers=["*"])
@@ -138,6 +141,8 @@ class Server:
 
         async def call(request: HTTPRequest) -> Response:
             try:
+                if sum(len(name) + len(value) for name, value in request.headers.raw) > MAX_HEADERS:
+                    raise APIError(431, f"the headers are larger than {MAX_HEADERS} bytes")
                 request.state.key = key = self._authenticate(request)
                 if handler == self.show_metrics:
                     return await handler(request)
@@ -154,9 +159,9 @@ class Server:
             except ClientDisconnect:
                 error = APIError(499, "the client has left")
             except Exception:
-                traceback.print_exc()
+                log_exception()
                 error = APIError(500, "internal error; see the server's log")
-            print(f"{request.url.path} {error.status}: {error}", file=sys.stderr)
+            print(f"{printable(request.url.path)} {error.status}: {error}", file=sys.stderr)
             return _error(error)
 
         return call
@@ -217,24 +222,33 @@ class Server:
                 call = await _while_connected(request, self._parse(parse, body, key))
         except TimeoutError:
             raise APIError(504, "the request took too long") from None
-        generation = Generation(self, call, key)
-        if (event := request.headers.get("last-event-id")) is not None:
-            generation = await self._resume(event, key)
-        call = generation.call
+        event = request.headers.get("last-event-id")
+        earlier, _ = self._find(event, key)
+        # of two connections that continue a stream, the later one then continues the earlier one
+        async with nullcontext() if earlier is None else earlier.continuing:
+            if event is None:
+                generation = Generation(self, call, key)
+            else:
+                generation = await self._resume(event, key)
+            await self._start(generation, deadline)
+        if request.query_params.get("repeat_unacked") == "1":
+            generation.tails = [UnackedTail(p.chars) for p in generation.seen]
+        if generation.call.stream:
+            return EventStream(generation)
+        try:
+            return await _while_connected(request, generation.response())
+        finally:
+            generation.finish()
+
+    async def _start(self, generation: Generation, deadline: float) -> None:
+        """Queue the requests of a call. APIError if there are too many."""
+        call, key = generation.call, generation.key
         if self.engine.n_waiting + len(call.requests) > self.limits.max_queue:
             raise APIError(429, "the queue is full; try again later", Retry_After="1")
         client = key if len(self.keys) > 1 else call.user or key  # who shares with whom (--policy)
         for queued in call.requests:
             queued.client = client
         await generation.start(deadline)
-        if request.query_params.get("repeat_unacked") == "1":
-            generation.tails = [UnackedTail(p.chars) for p in generation.seen]
-        if call.stream:
-            return EventStream(generation)
-        try:
-            return await _while_connected(request, generation.response())
-        finally:
-            generation.finish()
 
     async def _parse(self, parse: Callable[..., Call], body: Any, key: str) -> Call:
         """A body's Call, its grammar compiled in a process that ends with this task. Grammars that
@@ -261,8 +275,12 @@ class Server:
         if not samples or len(seen) != len(samples) or not all(possible):
             raise APIError(404, "this stream is not kept any more; send it without Last-Event-ID")
         requests = [replace(request, samples={}) for request in earlier.call.requests]
-        call, n_counted = replace(earlier.call, requests=requests), earlier.n_tokens
-        return Generation(self, call, key, seen, earlier.unfinished_outputs(), n_counted)
+        call, counted = (
+            replace(earlier.call, requests=requests),
+            (earlier.n_tokens, earlier.counted),
+        )
+        previous = earlier.unfinished_outputs()
+        return Generation(self, call, key, seen, previous, *counted, earlier.continuing)
 
     def _find(self, event: Any, key: str) -> tuple[Generation | None, list[Progress]]:
         """The generation of an event id, if it belongs to the key; tokens and characters of each
@@ -285,14 +303,21 @@ class Server:
 
     def forget(self) -> None:
         """Of the generations that have ended, forget the oldest, and those without a stream."""
+        if self.forgetting is not None:
+            self.forgetting.cancel()
+            self.forgetting = None
         ended = [g for g in self.generations.values() if g.ended.is_set()]
-        n_streams, n_tokens = len(ended), sum(g.size for g in ended)
+        n_streams, size = len(ended), sum(g.size for g in ended)
         oldest = time.monotonic() - KEPT_SECONDS
         for g in sorted(ended, key=lambda g: (g.call.stream, g.end_time)):
-            is_full = n_streams > KEPT_STREAMS or n_tokens > KEPT_TOKENS
-            if is_full or g.end_time < oldest or not g.call.stream:
+            is_full = n_streams > KEPT_STREAMS or size > KEPT_SIZE
+            if is_full or g.end_time <= oldest or not g.call.stream:
                 del self.generations[g.call.id]
-                n_streams, n_tokens = n_streams - 1, n_tokens - g.size
+                n_streams, size = n_streams - 1, size - g.size
+                g.count_ends(is_last=True)
+        if n_streams:
+            loop = asyncio.get_running_loop()
+            self.forgetting = loop.call_later(KEPT_SECONDS, self.forget)
 
     # ---- the other routes ----
 
@@ -394,6 +419,9 @@ class Generation:
     seen: list[Progress] = field(default_factory=list)  # what the client has of each choice
     previous: Sequence[Output] = ()  # of the generation that it continues
     n_counted: int = 0  # tokens of that, which are in Metrics
+    counted: bool = False  # its finish reasons are in Metrics
+    continuing: asyncio.Lock = field(default_factory=asyncio.Lock)  # while that begins
+    has_successor: bool = False
     stream: Stream | None = None
     status: int = 500  # of an error: 504 after the deadline
     connection: asyncio.Timeout | None = None  # of a call with `stream`
@@ -424,6 +452,7 @@ class Generation:
 
     def end_connection(self) -> None:
         """End the response of a call with `stream`: its client has another connection."""
+        self.has_successor = True
         if self.connection is not None and not self.connection.expired():
             self.connection.reschedule(0.0)
 
@@ -469,14 +498,29 @@ class Generation:
         """Abort what has not finished, count, and write a line of the log."""
         self.timer.cancel()
         self.connection = None
-        self.n_tokens = sum(progress.tokens for progress in self.stream.progress)
+        n_tokens = sum(progress.tokens for progress in self.stream.progress)
+        self.n_tokens = max(self.n_counted, n_tokens)  # none before the first step
         self.server.engine.close_stream(self.stream, self._end)
-        self.server.metrics.observe(self.stream, max(0, self.n_tokens - self.n_counted))
+        new_tokens = self.n_tokens - self.n_counted
+        self.server.metrics.observe(self.stream, new_tokens, continued=bool(self.previous))
         seconds, usage = time.monotonic() - self.begun, self.writer.usage()
         print(log_line(self.call, self.stream, usage, self.key, seconds), file=sys.stderr)
 
+    def count_ends(self, is_last: bool = False) -> None:
+        """Count the finish reasons of its choices, once; if one was aborted, when it cannot be
+        continued any more."""
+        is_last = is_last or all(p.finish_reason for p in self.stream.progress)
+        if is_last and not self.counted:
+            self.server.metrics.count_ends(self.stream)
+        self.counted = self.counted or is_last
+
     def _end(self) -> None:
+        for request in self.call.requests:  # a Grammar has tables of megabytes
+            if request.params.grammar is not None and not isinstance(request.params.grammar, str):
+                pattern = request.params.grammar.pattern
+                request.params = replace(request.params, grammar=pattern)
         self.end_time, self.size = time.monotonic(), self._size()
+        self.count_ends()
         self.ended.set()
         self.server.forget()
 
@@ -490,12 +534,15 @@ class Generation:
         return [replace(o, samples=[*map(unfinished, o.samples)]) for o in self.stream.outputs]
 
     def _size(self) -> int:
-        """The number of token ids that it has in memory."""
-        ids = [request.ids for request in self.call.requests]
-        ids += [sample.token_ids for sample in self.samples]
+        """The number of token ids and characters that it has in memory."""
+        held: list[Any] = [sample.token_ids for sample in self.samples]
+        for request in self.call.requests:
+            params = request.params
+            held += [request.ids, *params.stop, params.logit_bias, params.grammar or ""]
+            held += [sample.text for sample in request.samples.values()]
         for part in (*self.samples, *self.stream.outputs):
-            ids += [best for _, best, _ in getattr(part, "prompt_logprobs", part.logprobs)]
-        return sum(map(len, ids))
+            held += [best for _, best, _ in getattr(part, "prompt_logprobs", part.logprobs)]
+        return sum(map(len, held))
 
 
 class EventStream(StreamingResponse):
@@ -508,7 +555,7 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         generation = self.generation
-        end = generation.deadline + SEND_SECONDS
+        end = 0.0 if generation.has_successor else generation.deadline + SEND_SECONDS
         try:
             with generation.server.count_call(generation.key):
                 async with asyncio.timeout_at(end) as generation.connection:
@@ -519,13 +566,29 @@ class EventStream(StreamingResponse):
             generation.finish()
 
 
+def max_connections() -> int:
+    """How many the descriptors of this process are enough for: each may need another one, to a
+    replica or a file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 2**16 if soft == resource.RLIM_INFINITY else max(8, soft // 2 - 32)
+
+
 class Protocol(H11Protocol):
     """uvicorn's, but a connection is closed if a request's headers take longer than
-    HEADER_SECONDS."""
+    HEADER_SECONDS, and the one that waits for a request the longest if there are too many."""
+
+    def __init__(self, *args: Any, max_connections: int, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.max_connections = max_connections
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self.timer = self.loop.call_later(HEADER_SECONDS, transport.close)
+        if len(self.connections) > self.max_connections:
+            idle = [c for c in self.connections if c.cycle is None or c.cycle.response_complete]
+            oldest = min(idle, key=lambda c: c.timer.when())  # this one is among them
+            self.connections.discard(oldest)
+            oldest.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -539,8 +602,8 @@ class DrainingServer(uvicorn.Server):
     """uvicorn, but the first signal drains and the second ends at once."""
 
     def __init__(self, server: Server, host: str, port: int):
-        options = dict(log_level="warning", access_log=False, timeout_graceful_shutdown=1)
-        options |= dict(http=Protocol, ws="none")  # h11 limits the headers to 64 KiB
+        options = dict(log_level="error", access_log=False, timeout_graceful_shutdown=1)
+        options |= dict(http=partial(Protocol, max_connections=max_connections()), ws="none")
         super().__init__(uvicorn.Config(server.app(), host, port, **options))
         self.server, self.drain_end = server, math.inf
 
