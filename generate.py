@@ -58,7 +58,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,7 @@ from huggingface.tokenizer import Continuation, StopStrings, TextStream, Tokeniz
 from huggingface.tokenizer import eos_ids, logprob_entry
 from model import KVCache, Transformer
 from paged_kv import CUDAGraphRunner, SamplingParams
+from parallelism.rank_env import rank_env
 from training.flags import out_of_memory
 
 IMPORT_SECONDS = time.perf_counter() - START
@@ -598,7 +599,10 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     flags = ("--ep", "--tp", "--pp", "--cp", "--disaggregate")
     distributed = any(a.partition("=")[0] in flags for a in argv)
-    if not distributed or "WORLD_SIZE" not in os.environ or os.environ.get("RANK") == "0":
+    rank = 0
+    with suppress(ValueError):  # which run_cli reports
+        rank = rank_env().rank if distributed else 0
+    if rank == 0:
         return run_cli(argv)
     with open(os.devnull, "w") as devnull, redirect_stdout(devnull), redirect_stderr(devnull):
         try:

@@ -690,11 +690,12 @@ def sum_gradients(model: nn.Module, mesh: Mesh, tp: TensorParallel) -> None:
     fully_shard have reduced. Parameters replicated over tp with sharded inputs or outputs: over tp.
     Replicated key heads: over the ranks with the same heads. Parameters without FSDP: over data
     parallelism, experts over the ranks with the same experts. Routers sharded with their experts:
-    over ep."""
+    over ep. A parameter that got no gradient on any rank keeps None: optimizers skip it."""
     over_tp: list[tuple[Tensor, int, int]] = []
     over: dict[str, list[Tensor]] = {"fsdp": [], "expert_fsdp": [], "dp_replicate": [], "ep": []}
-    for name, p in model.named_parameters():
-        if not p.requires_grad:
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    for (name, p), has_gradient in zip(trainable, _have_gradients(trainable, mesh)):
+        if not has_gradient:
             continue
         if p.grad is None:  # experts without tokens, in some experts implementations
             p.grad = torch.zeros_like(p)
@@ -711,6 +712,17 @@ def sum_gradients(model: nn.Module, mesh: Mesh, tp: TensorParallel) -> None:
     for dim, grads in over.items():
         _sum_each(grads, mesh.group(dim))
     _sum_over_tp(over_tp, mesh.group("tp"))
+
+
+def _have_gradients(trainable: list[tuple[str, nn.Parameter]], mesh: Mesh) -> list[int]:
+    """Whether each parameter has a gradient on any rank with other tokens."""
+    here = [int(p.grad is not None) for _, p in trainable]
+    device = to_local(trainable[0][1]).device if trainable else "cpu"
+    found = torch.tensor(here, dtype=torch.int32, device=device)
+    for dim in ("fsdp", "dp_replicate"):
+        if mesh.size(dim) > 1 and here:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.group(dim))
+    return found.tolist()
 
 
 BUCKET_BYTES = 32 * 2**20  # enough for the full bandwidth of a network
@@ -768,7 +780,7 @@ def gradient_norm(
     ranks = dist.get_world_size() // mesh.size("pp")
     grads: dict[float, list[Tensor]] = {}  # by shards / copies along pp
     for name, p in model.named_parameters():
-        if not p.requires_grad:
+        if p.grad is None:
             continue
         shards = 1
         if isinstance(p, DTensor):
@@ -798,7 +810,7 @@ def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
 def clip_gradients(model: nn.Module, norm: Tensor, max_norm: float) -> None:
     """Scale the gradient to max_norm if its norm, from gradient_norm, is larger."""
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    grads = [to_local(p.grad) for p in model.parameters() if p.requires_grad]
+    grads = [to_local(p.grad) for p in model.parameters() if p.grad is not None]
     for dtype in {g.dtype for g in grads}:
         torch._foreach_mul_([g for g in grads if g.dtype == dtype], scale.to(dtype))
 

@@ -38,6 +38,7 @@ import copy
 import ctypes
 import errno
 import faulthandler
+import fcntl
 import functools
 import gc
 import heapq
@@ -152,8 +153,8 @@ from generation import ranks as RANKS, ratings as RATE, sampling as S
 from generation import stream as STREAM, structured as GR, values as VALUES
 from huggingface import convert as CONVERT, gguf_tokenizer as GT, tokenizer as K, weights as HF
 from huggingface.chat_template import ChatTemplate, load_chat_template
-from parallelism import diloco as DL, dry_run, expert_parallel as Y, parallel_dims as L
-from parallelism import pipeline_model as ST
+from parallelism import diloco as DL, dist_env as DIST_ENV, dry_run, expert_parallel as Y
+from parallelism import parallel_dims as L, pipeline_model as ST, rank_env as RANK_ENV
 from parallelism.dist_env import has_fast_bf16
 from quantization import calibrate as C, gguf as GGUF, gguf_file as GF, quantize_model as W
 from serving import async_engine as ASYNC, batch as V, batch_file as BF, cascade_engine as CE
@@ -696,6 +697,104 @@ def test_harness_ranks_report_the_case_that_failed(tmp_path):
         assert re.search(words, results.errors[fault.__name__])
         with pytest.raises(pytest.fail.Exception, match=words):
             results[fault.__name__]
+
+
+@pytest.mark.parametrize("found", ["open", "link", "file", "of another user"])
+def test_recovery_refuses_a_folder_that_another_user_may_have_made(found, tmp_path, monkeypatch):
+    """Memory checkpoints go into a folder of this user with mode 700, and into no other."""
+    folder, own = tmp_path / "run", tmp_path / "own"
+    own.mkdir(mode=0o700)
+    RE.MemoryCheckpoint(own, "key").put(1, {"x": torch.ones(2)}, {})
+    folder.symlink_to(own) if found == "link" else folder.touch() if found == "file" else (
+        folder.mkdir(mode=0o700)
+    )
+    folder.chmod(0o770 if found == "open" else 0o700)
+    if found == "of another user":
+        monkeypatch.setattr(RE.os, "getuid", lambda: 12345)
+    with pytest.raises(OSError, match=re.escape(f"{folder}")):
+        RE.MemoryCheckpoint(folder, "key").put(1, {"x": torch.ones(2)}, {})
+    assert found in ("link", "file") or not [*folder.iterdir()]
+    monkeypatch.undo()
+    for made in (False, True):  # one of this user that others can read becomes private
+        new = tmp_path / f"{made}" / "run"
+        new.mkdir(mode=0o755, parents=True) if made else None
+        RE.MemoryCheckpoint(new, "key")
+        assert new.stat().st_mode & 0o777 == 0o700
+
+
+def test_rank_env_names_the_variable(monkeypatch):
+    """Ranks that were started by hand: what is missing, no number or out of range; a port that
+    another process has."""
+    good = dict(RANK="1", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="80")
+
+    def read(**env):
+        for name in good:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        return RANK_ENV.rank_env()
+
+    assert read() == (0, 1, 0) and read(**good) == (1, 2, 0)
+    for name, wrong in {
+        "RANK": ("abc", "-1", "2", "", "\u0661"), "WORLD_SIZE": ("0", "x", "2.0"),
+        "LOCAL_RANK": ("x", "-1"), "MASTER_PORT": ("0", "65536", "http", ""), "MASTER_ADDR": ("",),
+    }.items():  # fmt: skip
+        for value in wrong:
+            with pytest.raises(ValueError, match=f"^{name}(=| is not set)"):
+                read(**good | {name: value})
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        with pytest.raises(ValueError, match=f"^{name} is not set, but WORLD_SIZE=2"):
+            read(**{key: value for key, value in good.items() if key != name})
+    with pytest.raises(ValueError, match="RANK=1: must be below WORLD_SIZE, which is not set"):
+        read(RANK="1")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        read(**good | {"RANK": "0", "MASTER_PORT": f"{port}"})
+        with pytest.raises(ConnectionError, match=f"MASTER_PORT={port}: the port is in use"):
+            with RANK_ENV.rendezvous_errors(0):
+                dist.TCPStore("127.0.0.1", port, 2, True)
+
+
+def test_diloco_store_listens_at_its_address_alone():
+    """The Linux kernel's own list of listening sockets."""
+    store = DL._listen("localhost", 0)
+    listening = []
+    for name in ("tcp", "tcp6"):
+        for line in Path("/proc/net", name).read_text().splitlines()[1:]:
+            at, state = line.split()[1], line.split()[3]
+            if state == "0A" and int(at.rpartition(":")[2], 16) == store.port:
+                listening.append(at.partition(":")[0])
+    assert listening in (["0100007F"], ["00000000000000000000000001000000"])
+    other = dist.TCPStore("localhost", store.port, wait_for_workers=False)
+    other.set("round", "1")
+    assert store.get("round") == b"1"
+
+
+def test_ranks_wait_for_rank_0_without_a_timeout(tmp_path):
+    """Rank 0's work may take longer than the timeout of the process group, here a millisecond; its
+    errors are raised on all ranks; if its process ends, the others fail at once."""
+    wait = partial(time.sleep, 0.3)
+
+    def fails():
+        raise OSError("no space left")
+
+    def work(env):
+        DIST_ENV.set_collective_timeout(timedelta(milliseconds=1))
+        done = []
+        DIST_ENV.rank0_first(env, lambda: (wait(), done.append(env.rank)))
+        with pytest.raises(OSError, match="no space left"):
+            DIST_ENV.rank0_first(env, fails)
+        return done
+
+    def dies(env):
+        wait_and_end = lambda: (wait(), os._exit(1))
+        with pytest.raises(ConnectionError, match="rank 0 has ended"):
+            DIST_ENV.rank0_first(env, wait_and_end)
+        (env.folder / "noticed").touch()
+
+    results = run_on_ranks(tmp_path, {"work": work, "dies": dies}, world=2)
+    assert results["work"] == [[0], []]
+    assert "rank 0" in results.errors["dies"] and [*tmp_path.rglob("noticed")]
 
 
 def as_fake_rank(rank: int, world: int, work: Callable) -> Callable:
@@ -20637,6 +20736,32 @@ def test_data_other_data_replaces_the_folder(tmp_path):
         data_write(tmp_path, [])
 
 
+def test_data_readers_do_not_keep_a_writer_out(tmp_path, monkeypatch):
+    """A lock that readers share delays a writer, however long they hold it; another writer's is
+    refused. A reader that waits looks at the lock once a second, not at every turn."""
+    data_write(tmp_path, data_texts(20))
+    sleeps, looks, held = [], [], open(tmp_path / SHARDS.LOCK, "rb")
+    fcntl.flock(held, fcntl.LOCK_SH)
+
+    def sleep(seconds):
+        sleeps.append(seconds)
+        if len(sleeps) == 100:
+            held.close()
+
+    clock = SimpleNamespace(sleep=sleep, monotonic=lambda: math.fsum(sleeps))
+    monkeypatch.setattr(SHARDS, "time", clock)
+    assert data_write(tmp_path, data_texts(20))["documents"] == 20 and len(sleeps) >= 100
+    with open(tmp_path / SHARDS.LOCK, "rb") as writer:
+        fcntl.flock(writer, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="another process is writing"):
+            data_write(tmp_path, data_texts(20))
+    reader = SHARDS.Shards(tmp_path)
+    monkeypatch.setattr(SHARDS, "_has_writer", lambda folder: looks.append(folder) or True)
+    sleeps.clear()
+    reader._wait(lambda: len(sleeps) == 500)  # 10 seconds
+    assert len(looks) == 10
+
+
 def test_data_readers_follow_a_living_writer(data_folder, tmp_path, data_small_chunks, data_clock):
     """A reader that runs with the writer waits for missing shards, longer than its timeout, and
     gets the rows of the finished folder in the same order; until then the folder has no length."""
@@ -24634,6 +24759,16 @@ def test_alignment_rewards_of_a_file(tmp_path):
     path.write_text("def half(prompt, completion, answer):\n    return 0.5\nnot_one = 3\n")
     broken.write_text("1 / 0\n")
     assert AL.load_reward(f"{path}:half")("", "", "") == 0.5
+    rule = tmp_path / "json.py"  # dataclasses look up their module; the library's must stay
+    rule.write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\nimport typing\n"
+        "@dataclass\nclass Rule:\n    text: str\n"
+        "def reward(prompt, completion, answer):\n"
+        "    assert typing.get_type_hints(Rule) == {'text': str}\n"
+        "    return float(Rule(answer).text in completion)\n"
+    )
+    assert AL.load_reward(f"{rule}:reward")("", "beta gamma", "beta") == 1.0
+    assert importlib.import_module("json") is json
     for name, words in (
         (f"{tmp_path}/other.py:half", "of an existing file"),
         (f"{path}:whole", "has no function 'whole'"),
@@ -36130,6 +36265,49 @@ def layout_setup(env):
     """Meshes and groups of the same ranks are made once."""
     L.make_mesh = cache(parallel.make_mesh)
     L._new_group, ST.p2p_groups = made_once(L._new_group), made_once(ST.p2p_groups)
+
+
+class WithoutMTP(STEP.NextToken):
+    """An objective that never runs the MTP layers, as DPO and GRPO."""
+
+    def loss(self, model, micro_batch, rows, attend):
+        inputs, targets, _ = DA.decode(micro_batch, packed=False)
+        return self.layout.cross_entropy(model(inputs, attend=attend), targets)
+
+
+def weights_without_mtp(flags: str, rank: int = 0, ranks: int = 1) -> dict[str, torch.Tensor]:
+    """The full weights, on rank 0, after two steps of AdamW with weight decay."""
+    case = LayoutCase("latent mtp", flags, micro=2, ranks=ranks)
+    with in_dtype(case.dtype):
+        args, layout, model, attend = layout_rank(case, rank)
+        optimizer = BUILD.build_optimizer(model, layout, args)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1
+        rest = case.micro, contextlib.nullcontext, attend, None, layout, WithoutMTP(layout=layout)
+        for step in range(case.steps):
+            STEP.forward_backward(model, case.rows(step, layout), *rest)
+            STEP.clip_gradients(model, 1.0, layout)
+            optimizer.step()
+            optimizer.zero_grad()
+        full = layout.full_tensors({n: p.detach() for n, p in model.named_parameters()})
+        return {name: x.clone() for name, x in full if x is not None}
+
+
+def test_layout_parameters_without_a_gradient_are_not_updated(tmp_path):
+    """Layers that get no gradient keep their weights, in one process, where they are decayed by
+    nobody, and on two ranks: replicas, FSDP, ZeRO's buckets. All others are equal."""
+    cases = ("", "--zero 3", f"--zero 1 {BUCKETS}", f"--zero 2 {BUCKETS}")
+    works = {flags: lambda env, f=flags: weights_without_mtp(f, env.rank, 2) for flags in cases}
+    want, before = weights_without_mtp(""), layout_weights("latent mtp")
+    unused = {name for name, x in want.items() if torch.equal(x, before[name])}
+    assert unused and all(name.startswith("mtp.") for name in unused)
+    found = run_on_ranks(tmp_path, works, world=2)
+    for flags in cases:
+        got = found[flags][0]
+        assert got.keys() == want.keys()
+        for name, x in want.items():
+            assert relative(got[name], x) < 1e-9, (flags, name)
+            assert name not in unused or torch.equal(got[name], x), (flags, name)
 
 
 LAYOUT_TASKS = {name: (train_case, case) for name, case in LAYOUT_CASES.items()}

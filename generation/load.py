@@ -36,6 +36,7 @@ from generation.stream import LayerStream, host_memory
 from huggingface.tokenizer import DummyTokenizer, Tokenizer, load_tokenizer
 from huggingface.weights import allocate, hf_modules, load_checkpoint, read_config
 from model import CONFIGS, ModelConfig, MoE, Transformer
+from parallelism.rank_env import rank_env
 from quantization import gguf
 from training.lora import load_adapters_, merge_
 
@@ -47,7 +48,7 @@ def pick_device(name: str | None) -> torch.device:
     if dist.is_initialized() and name.startswith("cuda:"):
         raise ValueError(f"--device {name}: each rank uses its own GPU; use --device cuda")
     if name == "cuda":  # set_device takes no device without an index
-        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+        name = f"cuda:{rank_env().local_rank}"
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).item()

@@ -12,11 +12,13 @@ if __name__ == "__main__":
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from generation.config import GenerateConfig
+from parallelism.rank_env import rank_env, rendezvous_errors
 
 
 @contextmanager
@@ -28,7 +30,11 @@ def process_group(args: GenerateConfig) -> Iterator[None]:
         args.mesh = build_mesh(args)
         yield
         return
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    with rendezvous_errors(rank_env().rank):
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    # rank 0 may wait for input, or a server for calls, while the others wait in a broadcast. If it
+    # ends, its sockets close and they fail at once
+    dist.distributed_c10d._set_pg_timeout(timedelta(days=9999), dist.group.WORLD)
     try:
         args.mesh = build_mesh(args)
         yield

@@ -37,7 +37,8 @@ no server, sends half the bytes, and has a joining worker take part in a round w
 
 The store must outlive the workers: a shared folder (FileStore, no server), or HOST:PORT of
 `python parallelism/diloco.py --serve HOST:PORT`. If it fails, all workers stop, and resume from
-checkpoints with a new store. Gloo's TCP is unencrypted: the network must be trusted.
+checkpoints with a new store. The store listens at HOST alone, and whoever reaches it can write to
+it; Gloo's TCP is unencrypted: the network must be trusted.
 
 Cost: two copies of the weights (start, momentum), which device="cpu" offloads; every round waits
 for the slowest worker, up to `timeout`. When it loses: on fast links, as local steps reduce the
@@ -53,6 +54,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -256,11 +258,22 @@ def serve_store(address: str) -> None:
     at = _host_and_port(address)
     _check(at is not None, f"--serve {address}: must be HOST:PORT")
     try:
-        store = dist.TCPStore(*at, is_master=True, wait_for_workers=False)
-    except RuntimeError:
+        store = _listen(*at)
+    except (OSError, RuntimeError):
         raise ValueError(f"--serve {address}: not an address of this machine, or in use") from None
     print(f"serving a store at {at[0]}:{store.port}", flush=True)
     threading.Event().wait()
+
+
+def _listen(host: str, port: int) -> dist.TCPStore:
+    """A store that listens at this address alone: one that opens its socket itself listens on all
+    interfaces."""
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.create_server(address[:2], family=family)
+    port, fd = listener.getsockname()[1], listener.detach()
+    return dist.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=fd, use_libuv=True
+    )
 
 
 class ElasticExchange:

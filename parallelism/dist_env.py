@@ -17,10 +17,14 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.constants import default_pg_timeout
 
-from training.config import TrainConfig, world_size
+from parallelism.rank_env import rank_env, rendezvous_errors
+from training.config import TrainConfig
 from training.recovery import fresh_store
+
+# of collectives in which ranks wait for the work of others, for as long as these live: gloo fails at
+# once when the socket of a process that has ended closes
+NO_TIMEOUT = timedelta(days=9999)
 
 
 @dataclass(frozen=True)
@@ -41,10 +45,10 @@ class DistEnv:
 def init_distributed(args: TrainConfig) -> DistEnv:
     """Choose device and dtype; under torchrun, initialize the process group. ValueError if the
     device cannot be used."""
-    rank, world = int(os.environ.get("RANK", 0)), world_size()
+    rank, world, local_rank = rank_env()
     name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda":
-        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+        name = f"cuda:{local_rank}"
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).item()
@@ -55,22 +59,21 @@ def init_distributed(args: TrainConfig) -> DistEnv:
         torch.cuda.set_device(device)
     store = None
     if world > 1:
-        store, *_ = next(dist.rendezvous("env://"))
-        store = fresh_store(store, rank, world)
+        with rendezvous_errors(rank):
+            store, *_ = next(dist.rendezvous("env://"))
+            store = fresh_store(store, rank, world)
         os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")  # for watchdog.py
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+        set_collective_timeout(NO_TIMEOUT)  # until the first step (RankMonitor)
     if args.dtype == "auto":
         args.dtype = "bf16" if has_fast_bf16(device) else "fp32"
     return DistEnv(device, args.dtype, rank, world, store)
 
 
-def set_collective_timeout(seconds: float) -> None:
-    """Set the timeout of all process groups made so far, if it is longer than torch's default. One
-    by one, as in torchtitan: groups do not inherit the timeout of init_process_group."""
-    timeout = timedelta(seconds=min(seconds, 1e8))
-    if timeout <= default_pg_timeout:
-        return
+def set_collective_timeout(timeout: timedelta) -> None:
+    """Set the timeout of all process groups made so far. One by one, as in torchtitan: groups do not
+    inherit the timeout of init_process_group."""
     for group in dist.distributed_c10d._world.pg_map:
         dist.distributed_c10d._set_pg_timeout(timeout, group)
 
@@ -84,16 +87,21 @@ def has_fast_bf16(device: torch.device) -> bool:
 
 
 def rank0_first(env: DistEnv, work: Callable[[], None]) -> None:
-    """Call work() on rank 0; all ranks wait, and raise its ValueError or OSError. Collective."""
-
+    """Call work() on rank 0; all ranks wait, however long it takes, and raise its ValueError or
+    OSError, or ConnectionError if rank 0 ends. Collective."""
     error = None
+    group = dist.new_group(backend="gloo", timeout=NO_TIMEOUT) if env.world > 1 else None
     try:
         if env.rank == 0:
             work()
     except (ValueError, OSError) as e:
         error = e
-    if env.world > 1:
-        dist.broadcast_object_list(box := [error], 0)
+    if group is not None:
+        try:
+            dist.broadcast_object_list(box := [error], 0, group=group)
+        except RuntimeError:
+            raise ConnectionError("rank 0 has ended; see its output for the reason") from None
+        dist.destroy_process_group(group)
         error = box[0]
     if error is not None:
         raise error

@@ -45,8 +45,9 @@ from parallel import to_local
 from parallelism.dist_env import DistEnv
 from parallelism.expert_parallel import Placement, all_to_all_dispatch, remap_expert_ids
 from parallelism.parallel_dims import ExpertParallel, ParallelDims
+from parallelism.rank_env import world_size
 from training.build import build_optimizer, cast_params_, convert_linears_, meta_model
-from training.config import TrainConfig, world_size
+from training.config import TrainConfig
 from training.lora import apply_lora_
 from training.metrics import flops_per_token
 from training.step import LoadBalancer, clip_gradients, forward_backward, loss_sums, make_attend

@@ -199,7 +199,8 @@ class DistributedOptimizer:
     parallel ranks; the weights of its first rank are broadcast. bucket_bytes: size of the gradients
     of a bucket in reduce_dtype (None: fp32, or the parameters' dtype if wider); a larger parameter
     gets its own bucket. Parameters become views of buckets: create this after model.to(...), load
-    weights by copy_, then call `refresh`. A missing gradient counts as zero. All methods except
+    weights by copy_, then call `refresh`. A gradient that is missing on some ranks counts as zero
+    there; a parameter without one on all is not updated. All methods except
     zero_grad are collective: every rank must call them in the same order.
     """
 
@@ -227,6 +228,7 @@ class DistributedOptimizer:
         self.optimizer = factory(groups)
         self._accumulating = self._reduced = False
         self._next_bucket = 0  # the next bucket to reduce
+        self._have_gradients: set[Parameter] = set()  # on this rank, since zero_grad
         hook = weakref.WeakMethod(self._on_grad_ready)  # no reference from model to optimizer
         for p in self._bucket_index:
             p.register_post_accumulate_grad_hook(lambda p: hook() and hook()(p))
@@ -255,6 +257,7 @@ class DistributedOptimizer:
         bucket = self.buckets[self._bucket_index[p]]
         bucket.view(p, bucket.grad_buffer()).add_(p.grad.detach())
         p.grad = None
+        self._have_gradients.add(p)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -307,10 +310,27 @@ class DistributedOptimizer:
             _check(ok, f"a parameter {tuple(p.shape)} has left its bucket: model.to(...) comes "
                    "before DistributedOptimizer(...)")  # fmt: skip
         self.finish_grad_sync()
+        skipped = [(x, x.clone()) for x in self._without_gradients()]
         self.optimizer.step()
+        for x, before in skipped:
+            x.copy_(before)
         for work in [bucket.all_gather() for bucket in self.buckets]:
             work.wait()
         self._reduced = False
+
+    def _without_gradients(self) -> Iterator[Tensor]:
+        """This rank's parts of the weights, and of their optimizer states, that got no gradient on
+        any rank: torch's optimizers skip such parameters, but decay all of a bucket. Collective."""
+        here = [int(p in self._have_gradients) for p in self._bucket_index]
+        found = torch.tensor(here, dtype=torch.int32, device=self.buckets[0].flat.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        for (p, i), has_gradient in zip(self._bucket_index.items(), found.tolist()):
+            if not has_gradient:
+                b = self.buckets[i]
+                first, span = dist.get_rank(self.group) * len(b.shard), b.spans[p]
+                own = slice(max(span.start - first, 0), max(span.stop - first, 0))
+                states = self.optimizer.state[b.master].values()
+                yield from (x[own] for x in (b.master.data, *states) if x.shape == b.master.shape)
 
     def zero_grad(self) -> None:
         _check(self._next_bucket == 0, "gradients are being reduced: call step() or "
@@ -319,6 +339,7 @@ class DistributedOptimizer:
             bucket.clear()
             for p in bucket.params:
                 p.grad = None
+        self._have_gradients.clear()
         self._reduced = False
 
     @torch.no_grad()

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
@@ -161,8 +162,10 @@ def load_reward(name: str) -> Reward:
     ok = bool(colon) and path.endswith(".py") and Path(path).is_file()
     known = ", ".join(REWARDS)
     _check(ok, f"reward {name!r} must be {known} or FILE.py:FUNCTION of an existing file")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    # a name of its own: a file json.py must not replace the library's module
+    spec = importlib.util.spec_from_file_location(f"reward_{Path(path).stem}", path)
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and typing look for it there
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as e:  # user code may raise anything

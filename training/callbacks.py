@@ -20,15 +20,17 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 
 from parallelism.diloco import DiLoCo, ElasticExchange
-from parallelism.dist_env import DistEnv, rank0_first, set_collective_timeout
+from parallelism.dist_env import NO_TIMEOUT, DistEnv, rank0_first, set_collective_timeout
 from training.build import offload_folder
 from training.checkpoint import CheckpointInfo, Checkpoints, ShardedTensor, read_full_tensors
 from training.config import TrainConfig
@@ -248,6 +250,9 @@ class MemoryCheckpoints(Callback):
     def finish(self, stopped: bool) -> None:
         if not stopped:
             self.saver.clear()
+            if self.config.memory_checkpoint_dir is None:
+                with contextlib.suppress(OSError):  # other ranks still have copies there
+                    self.saver.folder.rmdir()
 
 
 class RankMonitor(Callback):
@@ -258,12 +263,14 @@ class RankMonitor(Callback):
     def __init__(self, config: TrainConfig, env: DistEnv, memory: PeakMemory, on_hang: Any):
         self.config, self.env, self.memory, self.on_hang = config, env, memory, on_hang
         self.watchdog: Watchdog | None = None
+        set_collective_timeout(NO_TIMEOUT)  # also of the groups of the mesh, while ranks load
 
     def start(self, step: int) -> int:
         timeout = self.config.hang_timeout
         first_timeout = 10 * timeout  # the first step compiles, and connects ranks
         if self.env.world > 1:
-            set_collective_timeout(2 * first_timeout)
+            seconds = max(2 * first_timeout, default_pg_timeout.total_seconds())
+            set_collective_timeout(timedelta(seconds=min(seconds, NO_TIMEOUT.total_seconds())))
         report = lambda text: print(f"train.py: {text}", file=sys.stderr, flush=True)
         self.watchdog = Watchdog(
             self.env.store, self.env.rank, self.env.world, timeout=timeout,

@@ -10,13 +10,13 @@ from __future__ import annotations
 if __name__ == "__main__":
     raise SystemExit("this is a part of train.py; run: python train.py --help")
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from model import CONFIGS, ModelConfig
+from parallelism.rank_env import world_size
 from parallelism.schedules import LOOPED, SCHEDULES
 from quantize import RECIPES
 from training.flags import Settings, check_excludes, check_limits, check_requires, flag, parse
@@ -363,14 +363,6 @@ def parse_args(argv: list[str]) -> TrainConfig:
     if not (config.resume or config.export is not None or config.plot):
         check_combinations(config)
     return config
-
-
-def world_size() -> int:
-    """The number of processes that torchrun started; 1 without it."""
-    text = os.environ.get("WORLD_SIZE", "1")
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"WORLD_SIZE={text}: must be a number above 0, as torchrun sets it")
-    return int(text)
 
 
 def recompute_bytes(text: str) -> int:

@@ -34,6 +34,7 @@ import os
 import re
 import shutil
 import signal
+import stat
 import sys
 import tempfile
 import time
@@ -130,9 +131,24 @@ def _load(path: Path, verify: bool = False) -> tuple[dict, dict[str, Tensor]]:
         with zipfile.ZipFile(path) as archive:
             _check(not verify or archive.testzip() is None, "wrong CRC-32")
             archive.read(next(n for n in archive.namelist() if n.endswith("/data.pkl")))
-        return torch.load(path, mmap=True)
+        return torch.load(path, mmap=True, weights_only=True)
     except (OSError, zipfile.BadZipFile, StopIteration, ValueError) as e:
         raise ValueError(f"{path} is not an intact memory checkpoint: {e}") from None
+
+
+def make_private_folder(folder: Path) -> None:
+    """Make a folder that no other user can read or write. OSError if there is one that another
+    user has made or could write to: its name can be guessed, and /dev/shm is writable by all."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
+    private = found.st_uid == os.getuid() and not found.st_mode & 0o022
+    if not (stat.S_ISDIR(found.st_mode) and private):
+        raise OSError(
+            f"{folder}: must be a folder (no link) of this user that no other can write to, or "
+            "memory checkpoints could be replaced; remove it, or name another with --set "
+            "memory_checkpoint_dir=DIR"
+        )
+    folder.chmod(0o700)
 
 
 def _allocate(path: Path, size: int) -> None:
@@ -175,7 +191,8 @@ class MemoryCheckpoint:
     """This rank's state in the memory of two machines. Construction, put, newest and get are
     collective over `group`, which must support CPU tensors (gloo); dump is not collective.
 
-    folder: in a tmpfs of this machine (/dev/shm/<this run>); ranks of a machine may share it.
+    folder: in a tmpfs of this machine (/dev/shm/<this run>); ranks of a machine may share it. It
+    must belong to this user alone: OSError on all ranks if it does not on one.
     key: identifies the state: ranks with equal keys have equal state, as data-parallel replicas do.
 
     Each restart of a run is a new, higher restart generation: copies of a step that is repeated are
@@ -187,7 +204,7 @@ class MemoryCheckpoint:
         self.rank = dist.get_rank(group) if distributed else 0
         self.world = dist.get_world_size(group) if distributed else 1
         self.folder, self.key, self.group = Path(folder), key, group
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._run_on_all_or_raise(lambda: make_private_folder(self.folder))
         for path in self._copies("tmp"):  # left by a killed process; no rank writes yet
             path.unlink(missing_ok=True)
         generations = [generation for generation, _ in self._list_saved()]

@@ -17,7 +17,9 @@ Cost: an all-reduce of the gradients between groups, not overlapped with the bac
 quorum of a few milliseconds. When it loses: within one failure domain, where --zero alone is
 faster. A gradient is the mean over the groups of their means over tokens. Equivalence
 (test_all.py): two groups equal one process of the whole batch, and a group that was killed and
-started again ends with the bits of the other. Needs: the optional torchft.
+started again ends with the bits of the other. The stores of the groups and torchft's servers listen
+on all interfaces, and a state that a group loads is a pickle, which may run code: the network must
+be trusted. Needs: the optional torchft.
 """
 
 from __future__ import annotations

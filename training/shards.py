@@ -35,7 +35,7 @@ from fractions import Fraction
 from functools import lru_cache, partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -210,25 +210,29 @@ def _remove(folder: Path, pattern: str) -> None:
 def _writer_lock(folder: Path) -> Iterator[None]:
     """The lock of a folder's only writer; the OS releases it when the process ends or dies."""
     with open(folder / LOCK, "ab") as f:
-        for attempt in range(20):  # _has_writer of a reader locks it briefly
-            try:
-                fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                _check(attempt < 19, f"{folder}: another process is writing it; wait or stop it")
-                time.sleep(0.05)
+        while not _try_lock(f, fcntl.LOCK_EX):
+            # any number of readers share it for a moment (_has_writer); a writer excludes them
+            _check(_try_lock(f, fcntl.LOCK_SH), f"{folder}: another process is writing it; wait or "
+                   "stop it")  # fmt: skip
+            fcntl.flock(f, fcntl.LOCK_UN)
+            time.sleep(0.01)
         yield
 
 
 def _has_writer(folder: Path) -> bool:
     try:
         with open(folder / LOCK, "rb") as f:
-            fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+            return not _try_lock(f, fcntl.LOCK_SH)
     except FileNotFoundError:
-        pass
-    return False
+        return False
+
+
+def _try_lock(file: IO[bytes], kind: int) -> bool:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
 
 
 # --------------------------------------------------------------------------------------------------
@@ -281,15 +285,20 @@ class Shards:
 
     def _wait(self, ready: Callable[[], bool], what: str = "is not finished") -> None:
         since, failed = time.monotonic(), self.folder / FAILED
+        checked, interval = -math.inf, min(1.0, self.timeout / 10)
         while not ready():
+            # not in every turn: the lock is of one writer and of the readers on all ranks
+            if (now := time.monotonic()) - checked < interval:
+                time.sleep(0.02)
+                continue
+            checked = now
             if _has_writer(self.folder):
-                since = time.monotonic()
-            elif failed.exists() or time.monotonic() - since > self.timeout:
+                since = now
+            elif failed.exists() or now - since > self.timeout:
                 why = f"no process is writing it, and it {what}"
                 if failed.exists():
                     why = f"its writer failed: {failed.read_text(encoding='utf-8').strip()}"
                 raise ValueError(f"{self.folder}: {why}; tokenize again, which continues from here")
-            time.sleep(0.02)
 
     def _refresh(self) -> None:
         """Map shards written since the last call."""

@@ -48,8 +48,9 @@ from huggingface.weights import allocate
 from model import ModelConfig, Transformer
 from parallelism.dist_env import init_distributed
 from parallelism.parallel_dims import ParallelDims
+from parallelism.rank_env import world_size
 from training.build import meta_model, model_config
-from training.config import FIXED, TrainConfig, parse_args, world_size
+from training.config import FIXED, TrainConfig, parse_args
 from training.data import IGNORE, decode
 from training.dataset import build_dataset
 from training.flags import out_of_memory
