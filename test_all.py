@@ -1767,6 +1767,30 @@ def test_weights_files_have_the_mode_of_the_umask(tmp_path, monkeypatch):
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o640}
 
 
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe-step", "deepseek-v2-groups", "deepseek-v3"])
+def test_weights_of_experts_in_stacks(name, tmp_path):
+    """transformers 5's save_original_format=False: the same model, in one file or in shards, and
+    this rank's experts or shard of them alone."""
+    hf_model = transformers_model(name)
+    hf_model.save_pretrained(tmp_path / "single")
+    hf_model.save_pretrained(tmp_path / "stacks", save_original_format=False, max_shard_size="99KB")
+    single, stacks = (HF.load_checkpoint(tmp_path / x) for x in ("single", "stacks"))
+    assert bitwise_equal(dict(stacks.state_dict()), dict(single.state_dict()))
+    assert any(
+        "experts.gate_up_proj" in path.read_text() for path in tmp_path.glob("stacks/*.json")
+    )
+    local = lambda model: [Y.keep_local_experts_(m, [2]) for m in LOAD.moe_layers(model)]
+    rank = HF.load_checkpoint(tmp_path / "stacks", prepare=local)
+    for own, every in zip(LOAD.moe_layers(rank), LOAD.moe_layers(single), strict=True):
+        assert torch.equal(own.w_gate_up, every.w_gate_up[2:3])
+        assert torch.equal(own.w_down, every.w_down[2:3])
+    path, stack = tmp_path / "x.safetensors", torch.randn(4, 6, 10)
+    save_file({"x": stack}, path)
+    half = SimpleNamespace(dim=1, start=3, stop=9)
+    read = HF.ExpertTensor(path, "x", (3, 10), "F32", 2, 3).read
+    assert torch.equal(read(), stack[2, 3:6]) and torch.equal(read(shard=half), stack[2, 3:6, 3:9])
+
+
 def test_weights_in_shards_and_their_dtype(tmp_path):
     """Shards load as one checkpoint, in the stored dtype unless `dtype` is given; the weights are
     no views of the files, which may be overwritten in place."""

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain, count
+from itertools import chain, count, product
 from pathlib import Path
 from typing import Any
 
@@ -298,6 +298,46 @@ class StoredTensor:
             return torch.cat([data[i : i + 1] for i in rows])
 
 
+@dataclass(frozen=True)
+class ExpertTensor(StoredTensor):
+    """Rows of one expert in a stored stack (E, rows, columns), whose name it has."""
+
+    expert: int
+    first_row: int
+
+    def read(self, rows: Sequence[int] | None = None, shard: Any = None) -> Tensor:
+        """A copy of the rows, or of their TP shard."""
+        own = slice(self.first_row, self.first_row + self.shape[0])
+        with _open_safetensors(self.path) as f:
+            data = f.get_slice(self.name)[self.expert : self.expert + 1, own][0]
+        return (
+            data if shard is None else data.narrow(shard.dim, shard.start, shard.stop - shard.start)
+        )
+
+
+def _split_experts(
+    stored: dict[str, StoredTensor], config: ModelConfig
+) -> dict[str, StoredTensor]:  # fmt: skip
+    """Experts that transformers 5 has saved in stacks (save_original_format=False) under the names
+    of single ones, and other tensors as they are. A stack has the rows of gate, then of up."""
+    names, split = HF_NAMES | FAMILY_NAMES.get(config.family, {}), {}
+    for name, tensor in stored.items():
+        match = re.fullmatch(r"model\.layers\.(\d+)\.mlp\.(experts|gate)\.(\w+)", name)
+        if match is None or (match[2] == "experts") != (len(tensor.shape) == 3):
+            split[name] = tensor
+        elif match[2] == "gate":  # its module has another name in Mixtral
+            router = names["layers.{}.mlp.router"].format(match[1])
+            split[router if match[3] == "weight" else name] = tensor
+        else:
+            parts = names[f"layers.{{}}.mlp.w_{match[3].removesuffix('_proj')}"]
+            shape = (tensor.shape[1] // len(parts), tensor.shape[2])
+            for e, (i, part) in product(range(tensor.shape[0]), enumerate(parts)):
+                at = e, i * shape[0]
+                expert = ExpertTensor(tensor.path, name, shape, tensor.dtype, *at)
+                split[part.format(match[1], e)] = expert
+    return split
+
+
 @contextmanager
 def _open_safetensors(path: Path) -> Iterator[Any]:
     try:
@@ -335,7 +375,7 @@ def _stored_tensors(folder: Path, config: ModelConfig) -> dict[str, StoredTensor
                 f"{path}: lacks tensors that model.safetensors.index.json lists "
                 f"({_abbreviate(lacking)}); download it and the index again"
             )
-    return stored
+    return _split_experts(stored, config)
 
 
 def load_checkpoint(
