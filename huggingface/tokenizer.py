@@ -8,9 +8,9 @@ the model was trained, or the model receives wrong prompts. This file reads:
   become their ids; characters without a token fall back to UTF-8 bytes.
 - `tokenizer_config.json`, or the older `special_tokens_map.json` and `added_tokens.json`: special
   tokens, add_bos_token, the chat template (for chat_template.py).
-- `generation_config.json`: additional EOS ids. A text ends at those of config.json, of this file and
-  at the tokenizer's eos_token: `eos_ids`, which every program asks. transformers' generate does not
-  know the last; vLLM, SGLang and llama.cpp do, and a chat fine-tune of a base model needs it.
+- `generation_config.json`: additional EOS ids. A text ends at those of config.json, at those of
+  this file and at the tokenizer's eos_token (`eos_ids`, for every program). transformers' generate
+  leaves out the last; vLLM, SGLang and llama.cpp do not: chat models tuned from a base need it.
 
 Streaming: a token adds bytes, not characters. `token_bytes` returns the bytes of a token, given the
 previous one, and one incremental UTF-8 decoder joins them. So a character is emitted with its last
@@ -625,8 +625,8 @@ def _piece_spans(sp: Any, text: str) -> Iterator[tuple[int, int]]:
 
 
 def _pattern(token: AddedToken) -> str:
-    r"""A regular expression with one group, the token. White space on its left is stripped after the
-    match: a leading \s* would be tried at every space of a run, in quadratic time."""
+    r"""A regular expression with one group, the token. White space on its left is stripped after
+    the match: a leading \s* would be tried at every space of a run, in quadratic time."""
     left, right = (r"(?<!\w)", r"(?!\w)") if token.single_word else ("", "")
     return f"{left}({re.escape(token.content)}){right}" + (r"\s*" if token.rstrip else "")
 

@@ -4,10 +4,10 @@
     python generate.py --checkpoint DIR --save OUT.gguf                    in the checkpoint's dtype
     python generate.py --checkpoint DIR --quantize q8_0 --save OUT.gguf    or q4_0
 
-`as_folder` presents a file, or the parts of one, as a Hugging Face folder: config.json, tokenizer and chat template are
-written from the metadata (gguf_tokenizer.py), and `model.gguf` is a link, whose tensors
-`stored_tensors` gives to huggingface/weights.py under their Hugging Face names. `write` is the
-inverse. The two formats differ in
+`as_folder` presents a file, or the parts of one, as a Hugging Face folder: config.json, tokenizer
+and chat template are written from the metadata (gguf_tokenizer.py), and `model.gguf` is a link,
+whose tensors `stored_tensors` gives to huggingface/weights.py under their Hugging Face names.
+`write` is the inverse. The two formats differ in
 
     q, k of architecture llama   llama.cpp rotates pairs (2i, 2i + 1), so its rows are permuted
     experts                      stacked (E, F, C) instead of one tensor per expert
@@ -531,7 +531,7 @@ def as_folder(path: Path, packed: bool = True) -> Iterator[Path]:
                 (folder / file).write_bytes(data)
             (folder / LINK).symlink_to(path.absolute())
             for part in {tensor.path for tensor in header.tensors.values()} - {path}:
-                (folder / part.name).symlink_to(part.absolute())  # for whoever hashes the folder
+                (folder / part.name).symlink_to(part.absolute())  # it is hashed too
             yield folder
         except ValueError as e:
             text = str(e).replace(f"{folder}/{LINK}", str(path))

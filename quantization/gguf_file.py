@@ -191,11 +191,11 @@ class Header:
         shape = [self.number("Q", f"{name}: dimensions") for _ in range(dims)]
         kind, offset = self.number("I", f"{name}: type"), self.number("Q", f"{name}: offset")
         known = {gguf.GGMLQuantizationType[t].value: t for t in TYPES}
-        names = {member.value: member.name for member in gguf.GGMLQuantizationType}
         if kind not in known:
+            names = {member.value: member.name for member in gguf.GGMLQuantizationType}
             raise ValueError(
-                f"{self.path}: {name} has type {names.get(kind, kind)}, which is not supported; known: "
-                f"{', '.join(TYPES)}"
+                f"{self.path}: {name} has type {names.get(kind, kind)}, which is not supported; "
+                f"known: {', '.join(TYPES)}"
             )
         block = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)][0]
         if not 1 <= math.prod(shape) <= 2 * self.size or shape[0] % block:
