@@ -21077,6 +21077,40 @@ def test_data_chats_are_encoded_and_masked_as_by_transformers(text_folders, tmp_
                 assert not any(want["assistant_masks"][len(prompt) - 1 : len(prompt)])
 
 
+@pytest.mark.parametrize("name", ["llama2 added", "llama2 legacy", "mistral", "qwen", "llama3"])
+@pytest.mark.parametrize("kind", ["tokens", "shards"])
+def test_data_documents_are_encoded_as_prompts(text_folders, tmp_path, name, kind):
+    """In files of tokens and in shards a document is AutoTokenizer's ids of the text, with the
+    tokenizer's BOS if it adds one, and one EOS; not twice if the text has them. Before OUT has a
+    config.json, and with a tokenizer.model beside tokenizer.json."""
+    init, out, texts = tmp_path / "init", tmp_path / "out", [*filter(str.strip, HOSTILE.values())]
+    shutil.copytree(text_folders / name, init)
+    (init / "tokenizer.model").write_bytes(PIECES)
+    out.mkdir()
+    family = "mistral" if name == "mistral" else "llama"
+    config = tiny(vocab_size=5000, family=family, bos_id=7, eos_ids=(2, 9))
+    TX.prepare_tokenizer(SimpleNamespace(out=out, init=init, resume=None), (), config.vocab_size)
+    make, delimiters = partial(TX.make_encoder, out, config), TX.read_delimiters(out, config)
+    reference = transformers().AutoTokenizer.from_pretrained(text_folders / name)
+    begin = "<|begin|>" if name == "llama3" else "<s>"
+    id = {token: reference.convert_tokens_to_ids(token) for token in (begin, "</s>")}
+    want = []
+    for text in (*texts, begin + "x", "x</s>"):
+        ids = reference(text).input_ids
+        twice = ids[:2] == [id[begin]] * 2 and text.startswith(begin)
+        ids = ids[1:] if twice else ids
+        want += ids if ids[-1] == 2 else [*ids, 2]
+    texts += [begin + "x", "x</s>"]
+    if kind == "tokens":
+        DA.write_tokens(out / "x.tokens", make(), texts, delimiters)
+        assert DA.read_tokens(out / "x.tokens").tolist() == want
+    else:
+        SHARDS.tokenize([*enumerate(texts)], make, out / "x", 64, False, delimiters=delimiters)
+        shards = SHARDS.Shards(out / "x")
+        rows = torch.stack([shards.row(i) for i in range(len(shards))])
+        assert rows[:, 1:].flatten()[: len(want) - 1].tolist() == want[1:]
+
+
 def test_data_tools_and_weights_of_conversations(tmp_path, text_folders):
     """Tools are rendered as by transformers; a turn of weight 0 is read, not a target; tool calls
     without content are targets, their arguments objects; null is as absent."""
