@@ -2235,13 +2235,12 @@ def test_tokenizer_equals_transformers(text_folders, name):
 
 @pytest.mark.parametrize("name", [*FOLDERS, *PIECE_FOLDERS])
 def test_tokenizer_offsets_equal_transformers(text_folders, name):
-    """The span of characters of each token is AutoTokenizer's, and the ids are encode's. Where
-    transformers trims the spaces of a token, or gives an inserted space the first character, the
-    text of the spans, one after the other, is the whole text."""
+    """The span of characters of each token is AutoTokenizer's, but with the spaces that transformers
+    trims off a token, and an inserted space has none. The texts of the spans are the whole text."""
     tokenizer = K.load_tokenizer(text_folders / name)
     tables = text_folders / name.removesuffix("/pieces")
     reference = transformers().AutoTokenizer.from_pretrained(tables)
-    for text in HOSTILE.values():
+    for name, text in HOSTILE.items():
         ids, spans = tokenizer.encode_with_offsets(text)
         assert ids == tokenizer.encode(text, bos=False)
         want = reference(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -2249,7 +2248,8 @@ def test_tokenizer_offsets_equal_transformers(text_folders, name):
             assert [text[a:b].strip() for a, b in want.offset_mapping[1:]] == [
                 text[a:b].strip() for a, b in spans[1:]
             ]
-            assert "".join(text[a:b] for a, b in dict.fromkeys(spans)) == text
+        whole = "".join(text[a:b] for a, b in dict.fromkeys(spans))
+        assert whole == text or name == "combining"  # characters that NFC joins
     with pytest.raises(UnicodeEncodeError, match="surrogate"):
         tokenizer.encode_with_offsets("a\udcff")
 
