@@ -21007,6 +21007,19 @@ def test_data_chat_loss_mask_covers_assistant_tokens():
     assert len(packed) == 3 and len(short) < math.ceil(len(data_chatml(DATA_CHAT, False)) / 8)
 
 
+def test_data_most_padding_is_said():
+    """With the length that fits the longest conversation, if it is shorter than the rows; nothing is
+    said of rows that are half full."""
+    row = lambda n, T: DA.encode_row([5] * n, 2, T)
+    hint = lambda lengths, T: TRAIN_CHATS.padding_hint(
+        torch.stack([row(n, T) for n in lengths]), "x"
+    )
+    assert hint((20, 31, 70), 512).startswith("92% of the tokens are padding")
+    assert hint((20, 31, 70), 512).endswith("(rows of 512, the longest has 70): --seq-len 128 or x")
+    assert hint((20, 31, 64), 512).endswith("--seq-len 64 or x")
+    assert hint((5, 9, 71), 70).endswith("the longest has 70): x") and hint((35,), 70) is None
+
+
 def test_data_preference_pairs_are_two_rows():
     """Chosen first; the assistant's turns of completions are targets, with what ends them; strings
     or messages, and messages may repeat the prompt's; truncated at the end of the row."""
@@ -21195,7 +21208,7 @@ def test_data_mutated_lines_are_accepted_or_refused_by_name(tmp_path, task):
         except ValueError as e:
             outcomes["refused"] += 1
             assert str(e).startswith(f"{path}: line 2") and "\n" not in str(e), e
-            known = '"', "messages", "completion", "prompt"
+            known = '"', "messages", "tools", "prompt", "completion", "chosen", "rejected"
             assert not isinstance(mutated, dict) or any(word in str(e) for word in known), e
     assert min(outcomes["accepted"], outcomes["refused"]) > 20, outcomes
 
@@ -21223,28 +21236,28 @@ def test_data_files_of_chats_preferences_and_prompts(tmp_path):
     ("conversations", {"text": "x"}, 'line 3: has no "messages"; give a list of messages'),
     ("conversations", {"messages": "x"}, '"messages" must be a list of messages, not str'),
     ("conversations", {"messages": []}, 'line 3: "messages" is empty'),
-    ("conversations", {"messages": ["x"]}, 'line 3: "messages"[0] must be an object'),
-    ("conversations", {"messages": [{"role": "user"}]}, '[0] needs a string "content"'),
+    ("conversations", {"messages": ["x"]}, "a list of one or more objects; messages[0] is none"),
+    ("conversations", {"messages": [{"role": "user"}]}, "line 3: messages[0].content must be text"),
     ("conversations", {"messages": DATA_CHAT, "functions": []}, 'line 3: unknown field "functions"'),
     ("conversations", {"messages": DATA_CHAT, "tools": {}}, '"tools" must be a list'),
     ("conversations", {"messages": DATA_CHAT, "tools": [{"type": "function"}]},
-     '"tools"[0] must have type "function" and an object "function"'),
+     "tools[0]: must have the type function, and an object function"),
     ("conversations", {"messages": [message("user", "x") | {"train": False}]},
-     '"messages"[0]: unknown field "train"'),
+     "messages[0].train is not supported"),
     ("conversations", {"messages": [message("user", "x") | {"weight": 0}]},
-     '"messages"[0]: "weight" is a field of messages of the assistant'),
+     "messages[0].weight is a field of messages of the assistant"),
     ("conversations", {"messages": [message("assistant", "x") | {"weight": 0.5}]},
-     '"weight" must be 0 or 1, not 0.5'),
+     "messages[0].weight must be 0 or 1, not 0.5"),
     ("conversations", {"messages": [{"role": "assistant", "function_call": {"name": "f"}}]},
-     '"messages"[0]: unknown field "function_call"'),
+     "messages[0].function_call is not supported"),
     ("conversations", {"messages": [{"role": "assistant", "content": None}]},
-     '"messages"[0] needs a string "content"'),
+     "messages[0].content must be text"),
     ("conversations",
      {"messages": [{"role": "assistant",
                     "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
-     '"messages"[0]: "tool_calls"[0]: "arguments" must be a JSON object'),
+     "messages[0].tool_calls[0].function.arguments must be a JSON object"),
     ("preferences", {"prompt": "x", "chosen": "y", "rejected": [{"role": "assistant",
-                     "content": "z", "weight": 0}]}, 'line 3: "weight" is for --task sft'),
+                     "content": "z", "weight": 0}]}, "line 3: rejected[0].weight is for --task sft"),
     ("preferences", {"prompt": "x", "messages": DATA_CHAT[:1], "chosen": "y", "rejected": "z"},
      'line 3: has both "prompt" and "messages"'),
     ("prompts", {"prompt": "x", "answer": "y", "weight": 0}, 'line 3: unknown field "weight"'),

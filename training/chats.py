@@ -28,7 +28,7 @@ from torch import Tensor
 
 from huggingface.tokenizer import Tokenizer
 from training.data import START, Conversation, Messages, Preference, Prompt, best_fit
-from training.data import one_per_row, pack_rows
+from training.data import is_padding, one_per_row, pack_rows
 
 # (messages, add_generation_prompt, and tools=... if there are any): a chat template
 Render = Callable[..., str]
@@ -82,8 +82,8 @@ def encode_spans(text: str, spans: Sequence[tuple[int, int]], tokenizer: Tokeniz
 
 
 def chat_tokens(messages: Messages, render: Render, tokenizer: Tokenizer) -> Tensor:
-    """One conversation as encoded values (n,) int32, with the targets of assistant_spans. ValueError
-    if there are none."""
+    """One conversation as encoded values (n,) int32, with the targets of assistant_spans.
+    ValueError if there are none."""
     text, spans = assistant_spans(messages, render)
     _check(spans, "messages: none is from the assistant (with weight 1), so there are no targets")
     values = encode_spans(text, spans, tokenizer)
@@ -166,3 +166,16 @@ def _with_tools(render: Render, tools: list[Any] | None) -> Render:
 
 def _messages(given: str | Messages, role: str) -> Messages:
     return [{"role": role, "content": given}] if isinstance(given, str) else given
+
+
+def padding_hint(rows: Tensor, flags: str) -> str | None:
+    """What to do if most inputs of encoded rows (R, T + 1) are padding, which is computed like
+    other tokens; else None. flags: those that avoid it, beside a smaller --seq-len."""
+    padding, T = is_padding(rows), rows.shape[1] - 1
+    longest = int((~padding).sum(1).max())
+    share, enough = padding.float().mean().item(), -(-longest // 64) * 64
+    if share <= 0.5:
+        return None
+    fits = [f"--seq-len {enough}"] if enough < T else []
+    fix = " or ".join([*fits, *flags.split()]) or "a smaller --seq-len"
+    return f"{share:.0%} of the tokens are padding (rows of {T}, the longest has {longest}): {fix}"

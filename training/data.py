@@ -51,7 +51,7 @@ PADDING = START - 1  # the token of padding in encoded values
 PAD = ~PADDING  # not a target
 
 Document = tuple[str, str]  # (name, text); the name decides whether it is for validation
-Messages = list[dict[str, Any]]  # {"role": ..., "content": ...}, see MESSAGE_FIELDS
+Messages = list[dict[str, Any]]  # {"role": ..., "content": ...}, of parse_messages
 BatchEncode = Callable[[list[str]], list[list[int]]]  # texts to ids, without BOS and EOS
 Fit = Callable[[Sequence[int], int], list[list[int]]]  # (lengths, capacity) -> indices per bin
 
@@ -227,17 +227,9 @@ METADATA = frozenset(
     "score_rejected".split()
 )
 NOT_OF_TEXT = frozenset("messages tools weight chosen rejected".split())
-MESSAGE_FIELDS = (
-    "role", "content", "name", "reasoning_content", "reasoning", "thinking", "tool_call_id",
-    "tool_calls", "weight",
-)  # fmt: skip
+OWN_FIELDS = {"weight", "tool_calls", "tool_call_id"}  # of messages in training alone
 _KINDS = {str: "a string", list: "a list of messages", int: "a number", float: "a number"}
 _named_unread: set[Path] = set()  # files whose other fields have been named
-
-
-def _check_fields(where: str, found: Mapping[str, Any], known: Iterable[str]) -> None:
-    for name in sorted(found.keys() - {*known}):
-        raise ValueError(f'{where}: unknown field "{name}"; it may have {", ".join(known)}')
 
 
 def _field(where: str, found: Mapping[str, Any], name: str, *kinds: type) -> Any:
@@ -248,31 +240,48 @@ def _field(where: str, found: Mapping[str, Any], name: str, *kinds: type) -> Any
     ok = isinstance(value, kinds) and not isinstance(value, bool)
     _check(ok, f'{where}: "{name}" must be {expected}, not {type(value).__name__}')
     _check(value not in ("", []), f'{where}: "{name}" is empty')
-    if isinstance(value, list):
-        return [_message(f'{where}: "{name}"[{i}]', m) for i, m in enumerate(value)]
-    return value
+    return _messages(f"{where}: {name}", value) if isinstance(value, list) else value
 
 
-def _message(where: str, message: Any) -> dict[str, Any]:
-    """A message of OpenAI's fine-tuning format, checked, with the arguments of its tool calls as
-    objects, which templates expect. Fields that are null, or an empty list of calls, are absent."""
-    _check(isinstance(message, dict), f"{where} must be an object")
-    message = {name: value for name, value in message.items() if value is not None}
-    _check_fields(where, message, MESSAGE_FIELDS)
-    calls, weight = message.pop("tool_calls", []), message.get("weight", 1)
-    needed = ("role",) if calls else ("role", "content")
-    for name in (*needed, *sorted(message.keys() - {*needed, "weight"})):
-        _check(isinstance(message.get(name), str), f'{where} needs a string "{name}"')
+def _messages(where: str, value: list[Any]) -> Messages:
+    """Messages of OpenAI's fine-tuning format: as parse_messages has them, with "weight" and tool
+    calls, whose content may be null."""
+    from huggingface.chat_template import parse_messages  # here: the rest needs torch alone
+
+    plain, own = [], []  # what parse_messages reads, and the other fields
+    for message in value:
+        given = message if isinstance(message, dict) else {}
+        given = {name: v for name, v in given.items() if v is not None}
+        own.append({name: given.pop(name) for name in OWN_FIELDS & given.keys()})
+        content = {"content": ""} if own[-1].get("tool_calls") else {}
+        plain.append(content | given if isinstance(message, dict) else message)
+    try:
+        parsed = parse_messages(plain)
+    except ValueError as e:
+        raise ValueError(where + str(e).removeprefix("messages")) from None
+    for i, (message, fields) in enumerate(zip(parsed, own)):
+        _add_own_fields(f"{where}[{i}]", message, fields)
+        if value[i].get("content") is None:
+            del message["content"]
+    return parsed
+
+
+def _add_own_fields(where: str, message: dict[str, Any], fields: Mapping[str, Any]) -> None:
+    """Check OWN_FIELDS, and add them to a message. The arguments of calls become objects, which
+    templates expect."""
+    weight, calls = fields.get("weight", 1), fields.get("tool_calls", [])
+    for name, given in (("tool_calls", calls), ("weight", "weight" in fields)):
+        ok = not given or message["role"] == "assistant"
+        _check(ok, f"{where}.{name} is a field of messages of the assistant")
     ok = type(weight) is int and weight in (0, 1)
-    _check(ok, f'{where}: "weight" must be 0 or 1, not {weight!r:.20}')
-    _check(isinstance(calls, list), f'{where}: "tool_calls" must be a list')
-    for name, given in (("tool_calls", calls), ("weight", "weight" in message)):
-        of_assistant = f'{where}: "{name}" is a field of messages of the assistant'
-        _check(not given or message["role"] == "assistant", of_assistant)
-    if calls:
-        calls = [_tool_call(f'{where}: "tool_calls"[{i}]', c) for i, c in enumerate(calls)]
-        message["tool_calls"] = calls
-    return message
+    _check(ok, f"{where}.weight must be 0 or 1, not {weight!r:.20}")
+    _check(isinstance(calls, list), f"{where}.tool_calls must be a list")
+    ok = isinstance(fields.get("tool_call_id", ""), str)
+    _check(ok, f"{where}.tool_call_id must be text")
+    calls = [_tool_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(calls)]
+    message |= {**fields, "tool_calls": calls}
+    if not calls:
+        del message["tool_calls"]
 
 
 def _tool_call(where: str, call: Any) -> dict[str, Any]:
@@ -283,21 +292,23 @@ def _tool_call(where: str, call: Any) -> dict[str, Any]:
         arguments = _parse_json(given) if isinstance(given, str) else given
     except (ValueError, RecursionError):
         arguments = None
-    _check(isinstance(arguments, dict), f'{where}: "arguments" must be a JSON object')
+    ok = isinstance(arguments, dict)
+    _check(ok, f"{where}.function.arguments must be a JSON object, or one as a string")
     return call | {"function": function | {"arguments": arguments}}
 
 
 def _function(
-    where: str, value: Any, fields: Iterable[str], inner: Iterable[str]
+    where: str, value: Any, fields: Sequence[str], inner: Sequence[str]
 ) -> dict[str, Any]:  # fmt: skip
-    """value["function"] of a tool or of a call, checked."""
+    """The "function" of a tool or of a call, checked."""
     _check(isinstance(value, dict), f"{where} must be an object")
-    _check_fields(where, value, fields)
     ok = value.get("type", "function") == "function" and isinstance(value.get("function"), dict)
-    _check(ok, f'{where} must have type "function" and an object "function"')
+    _check(ok, f"{where}: must have the type function, and an object function")
     function = value["function"]
-    _check_fields(f'{where}: "function"', function, inner)
-    _check(isinstance(function.get("name"), str), f'{where}: "function" needs a string "name"')
+    for at, given, known in ((where, value, fields), (f"{where}.function", function, inner)):
+        for name in sorted(given.keys() - {*known}):
+            raise ValueError(f"{at}.{name} is not supported; supported: {', '.join(known)}")
+    _check(isinstance(function.get("name"), str), f"{where}.function.name must be text")
     return function
 
 
@@ -307,14 +318,14 @@ def _tools(where: str, found: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     _check(isinstance(tools, list), f'{where}: "tools" must be a list')
     inner = "name", "description", "parameters", "strict", "return"
     for i, tool in enumerate(tools):
-        _function(f'{where}: "tools"[{i}]', tool, ("type", "function"), inner)
+        _function(f"{where}: tools[{i}]", tool, ("type", "function"), inner)
     return tools or None
 
 
-def _unweighted(where: str, *texts: str | Messages) -> None:
+def _unweighted(where: str, text: str | Messages) -> None:
     """Weights are for conversations: in other rows they would be ignored."""
-    messages = [m for text in texts if isinstance(text, list) for m in text]
-    _check(all("weight" not in m for m in messages), f'{where}: "weight" is for --task sft')
+    for i, message in enumerate(text if isinstance(text, list) else ()):
+        _check("weight" not in message, f"{where}[{i}].weight is for --task sft")
 
 
 def _read_items(
@@ -325,7 +336,9 @@ def _read_items(
     items, names = [], " and ".join(f'"{name}"' for name in fields if name != "tools")
     for where, found in json_objects(path, names):
         items.append(parse(where, found))
-        _check_fields(where, {k: v for k, v in found.items() if k not in METADATA}, fields)
+        for name in sorted(found.keys() - {*fields, *METADATA}):
+            known = ", ".join(fields)
+            raise ValueError(f'{where}: unknown field "{name}" (known: {known}); remove it')
     _check(items, f"{path}: holds no {what}")
     return items
 
@@ -349,7 +362,8 @@ def read_preferences(path: Path) -> list[Preference]:
         _check(not both, f'{where}: has both "prompt" and "messages"; remove one')
         names = "messages" if "messages" in found else "prompt", "chosen", "rejected"
         texts = [_field(where, found, name, str, list) for name in names]
-        _unweighted(where, *texts)
+        for name, text in zip(names, texts):
+            _unweighted(f"{where}: {name}", text)
         return Preference(*texts, _tools(where, found), where)
 
     fields = "prompt", "messages", "chosen", "rejected", "tools"
@@ -361,7 +375,7 @@ def read_prompts(path: Path) -> list[Prompt]:
 
     def parse(where: str, found: dict[str, Any]) -> Prompt:
         prompt = _field(where, found, "prompt", str, list)
-        _unweighted(where, prompt)
+        _unweighted(f"{where}: prompt", prompt)
         answer = str(_field(where, found, "answer", str, int, float))
         return Prompt(prompt, answer, _tools(where, found), where)
 

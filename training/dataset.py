@@ -13,6 +13,7 @@ if __name__ == "__main__":
 
 import hashlib
 import io
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from huggingface.weights import write_atomically
 from model import ModelConfig
 from parallelism.dist_env import DistEnv, rank0_first
 from training import shards
-from training.chats import chat_rows
+from training.chats import chat_rows, padding_hint
 from training.config import TrainConfig
 from training.data import BOS, EOS, Delimiters, Messages, document_delimiters, get_batch
 from training.data import is_padding, is_validation, read_conversations, read_documents
@@ -200,6 +201,8 @@ def prepare_task(args: TrainConfig, config: ModelConfig, env: DistEnv) -> Datase
     train, val = train_val_split(chats)
     rest = *load_chat(args.out, config), args.seq_len, args.pack
     rows, validation = chat_rows(train, *rest), chat_rows(val, *rest)
+    if env.rank == 0 and (hint := padding_hint(rows, "--pack")):
+        print(hint, file=sys.stderr)
     stream = shards.Stream([shards.Rows(rows)], [1], args.seed, args.batch_size)
     padding = int(is_padding(rows).sum())
     size = rows[:, 1:].numel() - padding

@@ -5,6 +5,7 @@ from __future__ import annotations
 if __name__ == "__main__":
     raise SystemExit("this is a part of train.py; run: python train.py --help")
 
+import sys
 from pathlib import Path
 
 from huggingface.weights import load_checkpoint
@@ -12,7 +13,7 @@ from model import Transformer
 from parallelism.dist_env import DistEnv
 from parallelism.parallel_dims import ParallelDims
 from training.alignment import load_reward
-from training.chats import map_items, preference_rows, prompt_text
+from training.chats import map_items, padding_hint, preference_rows, prompt_text
 from training.config import TrainConfig
 from training.data import Prompt, read_preferences, read_prompts
 from training.dataset import Dataset, load_chat, train_val_split
@@ -48,6 +49,8 @@ def build_dpo(config: TrainConfig, model: Transformer, env: DistEnv, layout: Par
     pairs = [pair for path in config.data for pair in read_preferences(Path(path))]
     chat = *load_chat(config.out, model.config), config.seq_len
     rows, validation = (preference_rows(part, *chat) for part in train_val_split(pairs))
+    if env.rank == 0 and (hint := padding_hint(rows, "")):
+        print(hint, file=sys.stderr)
     n = config.batch_size // 2
     return DPO(
         model, rows, n, layout.samples(n), config.seed, config.beta,
