@@ -17574,6 +17574,126 @@ def test_cluster_sends_again_only_what_a_dead_replica_had(monkeypatch):
     assert asyncio.run(run(ConnectionError(), last)) == (1, 0, 0, 0, None)
 
 
+@contextlib.asynccontextmanager
+async def cluster_socket(folder: Path, reply: Callable) -> Any:
+    """LocalReplicas with one replica, whose process is made up: reply is its end of a connection.
+    Yields them and what was killed."""
+    killed, policy = [], CLUSTER.PrefixAndLoad()
+    replica = SimpleNamespace(pid=7, socket=str(folder / "7"), kill=lambda: killed.append(7))
+    replicas = CLUSTER.LocalReplicas.__new__(CLUSTER.LocalReplicas)
+    replicas.policy, replicas.replicas = policy, [replica]
+    async with await asyncio.start_unix_server(reply, replica.socket):
+        yield replicas, replica, killed
+
+
+@pytest.mark.parametrize("before", [0, 3])
+def test_cluster_replica_without_a_sign_of_life_is_killed(before, tmp_path, monkeypatch):
+    """At once or amid a stream: its call then continues elsewhere. One that gives signs of life is
+    waited for, however long it has no update."""
+    update, ended = FAILOVER.Update("a", {}, [], []), []
+
+    async def silent(reader, writer):
+        await CLUSTER._receive(reader)
+        for value in [update, CLUSTER.Beat(), update][:before]:
+            await CLUSTER._send(writer, value)
+        await reader.read()
+        writer.close()
+        ended.append(True)
+
+    async def beats(reader, writer):
+        await CLUSTER._receive(reader)
+        for _ in range(20):
+            await CLUSTER._send(writer, CLUSTER.Beat())
+        await CLUSTER._send(writer, update)
+        await CLUSTER._send(writer, None)
+
+    async def run(reply) -> tuple[int, list[int]]:
+        n = 0
+        async with cluster_socket(tmp_path, reply) as (replicas, replica, killed):
+            with contextlib.suppress(ConnectionError):
+                async for _ in replicas.updates(replica, "args"):
+                    n += 1
+            assert not +replicas.policy.calls
+        return n, killed
+
+    monkeypatch.setattr(CLUSTER, "SILENCE_SECONDS", HANG_SECONDS)
+    assert asyncio.run(run(beats)) == (1, [])
+    monkeypatch.setattr(CLUSTER, "SILENCE_SECONDS", 0.05)
+    assert asyncio.run(run(silent)) == (max(0, before - 1), [7])
+
+
+def test_cluster_replica_gives_signs_of_life_unless_its_step_hangs(tmp_path, monkeypatch):
+    """Between updates, as long as a step of its engine does not take too long."""
+    monkeypatch.setattr(CLUSTER, "BEAT_SECONDS", 0.001)
+    update, seconds, asked = FAILOVER.Update("a", {}, [], []), [0.0], []
+
+    async def run() -> None:
+        go, ready = asyncio.Event(), asyncio.Event()
+
+        async def generate(*_):
+            await go.wait()
+            yield update
+
+        def step_seconds() -> float:
+            asked.append(seconds[0])
+            return seconds[0]
+
+        async def describe() -> tuple:
+            return 1, 2
+
+        replica = SimpleNamespace(generate=generate, describe=describe)
+        replica.engine = SimpleNamespace(step_seconds=step_seconds)
+        pipe = SimpleNamespace(send=lambda _: ready.set())
+        server = asyncio.create_task(CLUSTER._accept_calls(replica, str(tmp_path / "s"), pipe))
+        await ready.wait()
+        reader, writer = await asyncio.open_unix_connection(str(tmp_path / "s"))
+        await CLUSTER._send(writer, ())
+        for _ in range(3):
+            assert isinstance(await CLUSTER._receive(reader), CLUSTER.Beat)
+        seconds[0] = CLUSTER.STEP_SECONDS
+        while asked[-3:] != [CLUSTER.STEP_SECONDS] * 3:
+            await asyncio.sleep(0)
+        n_alive = asked.count(0.0)
+        go.set()
+        values = []
+        while (value := await CLUSTER._receive(reader)) is not None:
+            values.append(value)
+        assert values[-1] == update and len(values) - 1 + 3 <= n_alive
+        writer.close()
+        server.cancel()
+        await asyncio.gather(server, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def test_cluster_replica_that_dies_at_its_start_is_started_less_and_less_often(capsys):
+    """After 2, 4, 8 seconds and so on, to a minute, each with a line that counts; one that had
+    started is started again at once."""
+    starts, killed = [], []
+
+    def start(i: int, is_alive: bool = False, has_started: bool = False) -> SimpleNamespace:
+        starts.append(now)
+        kill = lambda: killed.append(i)
+        return SimpleNamespace(
+            is_alive=lambda: is_alive, has_started=lambda: has_started, kill=kill
+        )
+
+    now, replicas = 0.0, CLUSTER.LocalReplicas.__new__(CLUSTER.LocalReplicas)
+    replicas.start, replicas.failures, replicas.restart_times = start, [0, 0], [None, None]
+    replicas.replicas = [start(0), start(1, is_alive=True)]
+    starts.clear()
+    for half_seconds in range(1000):
+        now = half_seconds / 2
+        replicas.restart_dead(now)
+    assert starts[:7] == pytest.approx([2, 6.5, 15, 31.5, 64, 124.5, 185])
+    assert {*killed} == {0} and len(killed) - len(starts) in (0, 1)
+    assert "replica 0 died at its start, 3 times in a row" in capsys.readouterr().err
+    replicas.replicas[0], replicas.restart_times[0] = start(0, has_started=True), None
+    starts.clear()
+    replicas.restart_dead(now)
+    assert starts == [now] and replicas.failures == [0, 0]
+
+
 def test_cluster_replica_reports_its_error_and_frees_the_stream():
     async def run() -> tuple:
         stream, closed = SV.Stream([V.Request("", 0, [1], P.SamplingParams())], error="x"), []
@@ -17594,7 +17714,9 @@ def test_cluster_bad_flags_and_missing_ray(monkeypatch, capsys):
         "--serve 0.0.0.0:80": "--api-key", "--top-k 3": "cannot be combined",
         "--pp 2": "--pp cannot be combined with --serve",
         "--finetune x": "--finetune: every replica", "--checkpoint /missing": "/missing",
-        "--cascade draft": "--cascade: replicas have one model", "--dummy x": "--dummy x: neither",
+        "--cascade draft": "--cascade: replicas have one model",
+        "--runtime-adapters .": "--runtime-adapters: every replica has its own",
+        "--dummy x": "--dummy x: neither",
         "--disaggregate 1:x": "--disaggregate must be P:D", "--replicate": "--disaggregate",
         "--disaggregate 1:1 --backend ray": "requires --backend mp",
         "--disaggregate 1:1x2": "a replica has one rank", "--disaggregate auto": "P:D",

@@ -26,6 +26,7 @@ if __name__ == "__main__":
 import asyncio
 import sys
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -129,6 +130,7 @@ class AsyncEngine:
         self.unread: set[Stream] = set()  # used by the loop only: whose readers will be woken
         self.timer: asyncio.TimerHandle | None = None
         self.submitting: dict[Stream, int] = {}  # number of requests that the engine does not have
+        self.step_began: float | None = None  # time.monotonic(), of a step that has not ended
         self.closed = self.ended = False  # the thread will end; it runs no more commands
         self.loop = asyncio.get_running_loop()
         self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -156,6 +158,11 @@ class AsyncEngine:
             "prefix_hits": scheduler.n_hit_tokens,
             **self.engine.kv_store.counts,
         }
+
+    def step_seconds(self) -> float:
+        """How long the present step has taken; 0 between two steps."""
+        began = self.step_began
+        return 0.0 if began is None else time.monotonic() - began
 
     async def submit(
         self,
@@ -254,10 +261,13 @@ class AsyncEngine:
             while self.commands:
                 self.commands.popleft()()
             if not self.closed:
+                self.step_began = time.monotonic()
                 self._report(self.service.step())
         except Exception as e:
             log_exception()
             self._fail(f"the engine failed ({type(e).__name__}); see the server's log")
+        finally:
+            self.step_began = None
 
     def _add(self, request: Request, earlier: Output | None, prompt_logprobs: int | None) -> Output:
         if earlier is None or not any(sample.token_ids for sample in earlier.samples):

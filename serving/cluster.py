@@ -7,14 +7,17 @@
 
 The HTTP server is serving/server.py in this process, its engine a ReplicatedEngine (failover.py):
 a stream survives the death of its replica. Each of N replicas has 1/N of this machine's CPUs, or a
-GPU; one that dies is started again. With MIN:MAX, Ray Serve adds replicas while they have more than
-16 calls each, and removes some while they have fewer.
+GPU; one that dies is started again, and --backend mp kills one that gives no sign of life for a
+minute. With MIN:MAX, Ray Serve adds replicas while they have more than 16 calls each, and removes
+some while they have fewer.
 
 With --tp T a replica is T ranks (lockstep.py), each with 1/T of its CPUs or a GPU of its own; on
 Ray they are a placement group on one node. If one dies, the others are killed, and their calls
 continue on another replica.
 
-Not here: a second HTTP server; if this process ends, its clients' connections break.
+Not here: a second HTTP server; if this process ends, its clients' connections break. Nor is there a
+password between replicas: the ports of --tp, --disaggregate and Ray are on loopback, but what
+arrives there is unpickled, so every user of this machine must be trusted.
 
 When it loses: Ray costs about a millisecond per event. Equivalence (test_all.py): 50 streams over 2
 replicas, which are killed with -9 at random moments, == the undisturbed run. Needs: failover.py,
@@ -40,11 +43,12 @@ import struct
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed import TCPStore
 from tqdm import tqdm
@@ -56,6 +60,10 @@ from serving.failover import Replica, ReplicatedEngine, Update, run_follower
 from serving.routing import PrefixAndLoad
 
 TARGET_CALLS = 16  # per replica, of autoscaling
+BEAT_SECONDS = 5.0  # between two signs of life of a replica, in each call
+SILENCE_SECONDS = 30.0  # without one, twice in a row; then the replica is killed
+STEP_SECONDS = 300.0  # of a step of an engine; then its replica gives no sign of life
+MAX_RESTART_SECONDS = 60.0  # before a replica that died at its start is started again
 
 # --------------------------------------------------------------------------------------------------
 # Ranks of a replica
@@ -224,7 +232,11 @@ class LocalReplica:
         return self.processes[0].is_alive() and not any(p.exitcode for p in self.processes)
 
     def accepts_calls(self) -> bool:
-        return self.is_alive() and os.path.exists(self.socket)
+        return self.is_alive() and self.has_started()
+
+    def has_started(self) -> bool:
+        """Whether it accepts calls, or did before it died."""
+        return os.path.exists(self.socket)
 
     def kill(self) -> None:
         for process in self.processes:
@@ -234,8 +246,10 @@ class LocalReplica:
 
 
 class LocalReplicas:
-    """Processes of this machine; a replica that dies is started again. A call is a connection to
-    the Unix socket of a replica: the arguments of Replica.generate, then its updates."""
+    """Processes of this machine; a replica that dies is started again, later and later if it dies
+    at its start. A call is a connection to the Unix socket of a replica: the arguments of
+    Replica.generate, then its updates, and BEAT between them. A replica that gives no sign of life,
+    stopped or hung in a driver, is killed, so that its calls continue elsewhere."""
 
     def __init__(
         self, n: int, argv: list[str], threads: int, tp: int, gpus: int,
@@ -252,6 +266,8 @@ class LocalReplicas:
         self.start = lambda i: LocalReplica(self.folder.name, make(i), *args, gpu(i))
         self.replicas = [self.start(i) for i in range(n)]
         self.description = [replica.describe() for replica in self.replicas][0]
+        self.failures = [0] * n  # starts of each replica that failed, in a row
+        self.restart_times: list[float | None] = [None] * n  # of those that are dead
         self.stopped = threading.Event()
         atexit.register(self.stopped.set)
         threading.Thread(target=self._restart_dead, daemon=True).start()
@@ -262,10 +278,24 @@ class LocalReplicas:
 
     def _restart_dead(self) -> None:
         while not self.stopped.wait(0.5):
-            for i, replica in enumerate(self.replicas):
-                if not replica.is_alive():
-                    replica.kill()
-                    self.replicas[i] = self.start(i)
+            self.restart_dead(time.monotonic())
+
+    def restart_dead(self, now: float) -> None:
+        """Start the replicas that have died, those that died at their start after a while."""
+        for i, replica in enumerate(self.replicas):
+            if replica.is_alive():
+                continue
+            if self.restart_times[i] is None:
+                replica.kill()
+                n = self.failures[i] = 0 if replica.has_started() else self.failures[i] + 1
+                delay = min(MAX_RESTART_SECONDS, 2.0**n) if n else 0.0
+                self.restart_times[i] = now + delay
+                if n:
+                    text = f"replica {i} died at its start, {n} times in a row; next try in"
+                    print(f"{text} {delay:.0f} s", file=sys.stderr, flush=True)
+            if now >= self.restart_times[i]:
+                self.restart_times[i] = None
+                self.replicas[i] = self.start(i)
 
     async def choose(self, ids: Sequence[int], among: slice = slice(None)) -> LocalReplica:
         """The best of some replicas for a prompt; waits until one is alive."""
@@ -290,8 +320,9 @@ class LocalReplicas:
             reader, writer = await asyncio.open_unix_connection(replica.socket)
             try:
                 await _send(writer, args)
-                while isinstance(update := await _receive(reader), Update):
-                    yield update
+                while isinstance(update := await _receive_alive(reader), (Update, Beat)):
+                    if isinstance(update, Update):
+                        yield update
             finally:
                 writer.close()
         except (OSError, EOFError):
@@ -331,6 +362,10 @@ def _run_rank(
     asyncio.run(_accept_calls(replica, f"{folder}/{os.getpid()}", pipe))
 
 
+class Beat(NamedTuple):
+    """A sign of life."""
+
+
 async def _accept_calls(replica: Replica, path: str, pipe: Any) -> None:
     async def reply(args: tuple, writer: asyncio.StreamWriter) -> None:
         try:
@@ -342,28 +377,54 @@ async def _accept_calls(replica: Replica, path: str, pipe: Any) -> None:
             known = isinstance(e, (ValueError, ConnectionError))
             await _send(writer, e if known else RuntimeError(repr(e)))
 
+    async def beat(writer: asyncio.StreamWriter) -> None:
+        while True:
+            await asyncio.sleep(BEAT_SECONDS)
+            if replica.engine is None or replica.engine.step_seconds() < STEP_SECONDS:
+                writer.write(_packed(Beat()))
+
     async def call(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        beats = asyncio.create_task(beat(writer))
         task = asyncio.create_task(reply(await _receive(reader), writer))
         with suppress(ConnectionError):
             await reader.read()  # until the caller closes the connection
         task.cancel()
+        beats.cancel()
         writer.close()
 
-    async with await asyncio.start_unix_server(call, f"{path}.new") as server:
+    async with await asyncio.start_unix_server(call, f"{path}.new", backlog=2048) as server:
         os.rename(f"{path}.new", path)  # now it gets calls
         pipe.send(await replica.describe())
         await server.serve_forever()
 
 
-async def _send(writer: asyncio.StreamWriter, value: Any) -> None:
+def _packed(value: Any) -> bytes:
     data = pickle.dumps(value)
-    writer.write(struct.pack("<Q", len(data)) + data)
+    return struct.pack("<Q", len(data)) + data
+
+
+async def _send(writer: asyncio.StreamWriter, value: Any) -> None:
+    writer.write(_packed(value))
     await writer.drain()
 
 
 async def _receive(reader: asyncio.StreamReader) -> Any:
     (size,) = struct.unpack("<Q", await reader.readexactly(8))
     return pickle.loads(await reader.readexactly(size))
+
+
+async def _receive_alive(reader: asyncio.StreamReader) -> Any:
+    """As _receive. EOFError if nothing comes for SILENCE_SECONDS, twice: the first time this
+    process may have been stopped itself."""
+    task = asyncio.create_task(_receive(reader))
+    try:
+        for _ in range(2):
+            await asyncio.wait([task], timeout=SILENCE_SECONDS)
+            if task.done():
+                return task.result()
+    finally:
+        task.cancel()
+    raise EOFError("no sign of life")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -9,6 +9,9 @@ blocks. A request can move, but stop and copy keeps it waiting for all of its KV
     the last part, and the request            the pause: the tokens since the question
     the target confirms, or it returns        no request is lost if the target dies or refuses
 
+If the channel ends between the target's acceptance and its answer, both sides run the request:
+losing it would be worse, and which side's output counts is the caller's to say.
+
     migration = Migration(KVSender(engine), id, key, channel)
     while migration.result is None:
         engine.step()
