@@ -16374,7 +16374,7 @@ def test_server_engine_failure_ends_its_streams_only(monkeypatch):
         http_slow(server, 0)
         assert failed.status_code == 500 and "Traceback" not in failed.text
         assert http_post(url, "/v1/completions", HTTP_LONG).status_code == 200
-        monkeypatch.setattr(SV, "known_fields", lambda *_: open(REPO / "missing"))
+        monkeypatch.setattr(SV, "parse_tokenize", lambda *_: open(REPO / "missing"))
         failed = http_post(url, "/tokenize", {"prompt": "x"})
         assert failed.status_code == 500 and "missing" not in failed.text
         assert "Traceback" not in failed.text
