@@ -55,8 +55,8 @@ from torch import Tensor
 
 MAX_STATES = 20_000  # of a DFA
 MAX_ATOMS = 250_000  # characters and classes of a pattern, each as often as it is repeated
-MAX_MEMORY = 3 * 2**25  # bytes of the process that compiles it; 20,000 states take up to half of it
-MAX_SECONDS = 10  # of CPU, should neither end it; common patterns take 0.02 to 0.3
+MAX_MEMORY = 2**26  # bytes of the process that compiles it; 20,000 states take half of it
+MAX_SECONDS = 5  # of CPU, should neither end it; 20,000 states take 0.6
 MAX_DFAS, MAX_ERRORS = 16, 4096  # that are kept: a DFA has up to 20 MB
 LOOKAHEAD = 256  # bytes of a forced chain that are read, more than any token has
 MAX_FORCED_TOKENS = 32  # drafts per step: forced tokens must run anyway, so many at once
@@ -456,9 +456,21 @@ class ForcedTokens:
         self.forced: dict[Hashable, list[int]] = {}  # of the rows of this step
         self.limits: dict[Hashable, int] = {}  # the other policy's choice
         self.is_free = getattr(drafter, "is_free", False)
+        self.runner = getattr(drafter, "runner", None)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__.get("drafter"), name)
+    def observe(self, row: Hashable, start: int, hidden: Tensor) -> None:
+        """Pass hidden states on."""
+        if hasattr(self.drafter, "observe"):
+            self.drafter.observe(row, start, hidden)
+
+    def forget(self, row: Hashable) -> None:
+        """Drop a row's state."""
+        if hasattr(self.drafter, "forget"):
+            self.drafter.forget(row)
+
+    def draft_ahead(self, *args: Any) -> None:
+        """Of the other drafter, which has it where it is called."""
+        self.drafter.draft_ahead(*args)
 
     def propose_batch(
         self, rows: Sequence[Hashable], contexts: Sequence[list[int]], ks: Sequence[int]
@@ -483,8 +495,10 @@ class ForcedPolicy:
     def __init__(self, drafter: ForcedTokens, policy: Any = None):
         self.drafter, self.policy = drafter, policy
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__.get("policy"), name)
+    def forget(self, row: Hashable) -> None:
+        """Drop a row's state."""
+        if hasattr(self.policy, "forget"):
+            self.policy.forget(row)
 
     def choose(self, rows: Sequence[Hashable]) -> list[int]:
         d, states = self.drafter, map(self.drafter.state_of, rows)
