@@ -17,6 +17,9 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from functools import lru_cache
+
+MAX_LENGTH = 20_000  # characters of a pattern
 
 Ranges = list[tuple[int, int]]  # of code points, both ends included
 
@@ -46,10 +49,10 @@ TOKEN = re.compile(
 )
 CLASS_ITEM = re.compile(f"{ESCAPE.pattern}|.", re.DOTALL)
 REFUSED = {  # what begins where no token does
-    r"\(\?<?[=!]": "look-ahead or look-behind",
-    r"\(\?": "a group that ECMA-262 does not have",
-    r"\{,": "{,n}, which ECMA-262 does not have; write {0,n}",
-    r"\(|\[": "a group or class that does not end",
+    re.compile(r"\(\?<?[=!]"): "look-ahead or look-behind",
+    re.compile(r"\(\?"): "a group that ECMA-262 does not have",
+    re.compile(r"\{,"): "{,n}, which ECMA-262 does not have; write {0,n}",
+    re.compile(r"\(|\["): "a group or class that does not end",
 }
 
 
@@ -65,6 +68,7 @@ class _Group:
 def json_pattern(pattern: str) -> str:
     """An ECMA-262 regular expression -> a pattern of what stands between the quotes of the JSON
     strings that match it as a whole. ValueError, which the caller puts the pattern before."""
+    _check(len(pattern) <= MAX_LENGTH, f"over {MAX_LENGTH} characters")
     out, groups = [], [_Group(starts=True)]
     starts, ended, repeatable = True, False, False  # of an alternative, up to the token
     for token in TOKEN.finditer(pattern):
@@ -94,17 +98,24 @@ def json_pattern(pattern: str) -> str:
             out.append(text.removesuffix("?") if len(text) > 1 else text)
             repeatable = False
         else:
-            out.append(_atom(kind, text, pattern[token.start() :]))
+            if kind == "char" and text in "([{":
+                _check_literal(pattern, token.start())
+            out.append(_atom(kind, text))
             starts, repeatable = False, True
     _check(len(groups) == 1, "a group that does not end")
     return "".join(out)
 
 
-def _atom(kind: str, text: str, rest: str) -> str:
-    """What matches one character: a class, an escape, or itself. rest: of the pattern, from it."""
+def _check_literal(pattern: str, at: int) -> None:
+    """ValueError for a ( or [ that no token begins with, and for {,n}."""
+    for start, what in REFUSED.items():
+        _check(not start.match(pattern, at), what)
+
+
+@lru_cache(1024)
+def _atom(kind: str, text: str) -> str:
+    """What matches one character: a class, an escape, or itself."""
     if kind == "char" and text != ".":
-        for start, what in REFUSED.items():
-            _check(not re.match(start, rest), what)
         return _write([(ord(text), ord(text))], [])
     if kind != "class":
         ranges, properties = ([], []) if text == "." else _escape(text, in_class=False)

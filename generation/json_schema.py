@@ -26,6 +26,7 @@ import json
 import math
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import combinations, count, product
 from typing import Any
 from urllib.parse import unquote
@@ -53,7 +54,9 @@ COMBINED = ("$ref", "allOf", "anyOf", "oneOf")
 KNOWN = {"type", "enum", "const", *COMBINED}.union(*KEYWORDS.values())
 IGNORED = "title description default examples deprecated readOnly writeOnly strict $schema $id "
 IGNORED = {*(IGNORED + "$comment $defs definitions discriminator").split()}
+MAX_BRANCHES = 500  # of a oneOf: each is compared with each
 MAX_NODES = 5000  # schemas within one, each as often as it is referred to
+MAX_ENTRIES = 100_000  # constants and properties that are compared or merged
 MAX_PATTERN = 10**6  # characters
 MAX_DIGITS = 15  # of a number within limits: more would be rounded, perhaps beyond them
 
@@ -101,11 +104,29 @@ def from_response_format(response_format: Any) -> str | None:
         raise ValueError(f"response_format: json_schema {e}") from None
 
 
+@dataclass
+class _Branch:
+    """An alternative of a oneOf, and by what it may differ from others."""
+
+    index: int  # of the schema that it is an alternative of
+    schema: Schema
+    kinds: set[str]
+    constants: set[str]  # that it has as enum
+    tags: dict[str, set[str]]  # properties that have constants -> these
+
+
 class _Translator:
     """Translates one schema; `root` has its $defs."""
 
     def __init__(self, root: Any):
         self.root, self.nodes = root, count()
+        self.n_entries = self.n_chars = 0
+
+    def _spend(self, where: str, n_entries: int = 0, n_chars: int = 0) -> None:
+        """Count work that could take long in one request."""
+        self.n_entries, self.n_chars = self.n_entries + n_entries, self.n_chars + n_chars
+        ok = self.n_entries <= MAX_ENTRIES and self.n_chars <= MAX_PATTERN
+        _check(ok, where, "makes it too large")
 
     def pattern(
         self, schema: Any, where: str, refs: tuple[str, ...] = (), optional: bool = False
@@ -141,6 +162,9 @@ class _Translator:
                 groups = [[alternative for group in groups for alternative in group]]
             for group in groups:
                 _check(len(found) * len(group) <= MAX_NODES, where, "makes it too large")
+                for key in ("enum", "properties"):
+                    sizes = [len(x[0].get(key, ())) for x in (*found, *group)]
+                    self._spend(where, sum(sizes) * (keyword != "$ref"))
                 found = [
                     (merged, a_refs + b_refs[len(refs) :])
                     for (a, a_refs), (b, b_refs) in product(found, group)
@@ -150,24 +174,25 @@ class _Translator:
 
     def _make_disjoint(self, groups: list[list[Alternative]], where: str) -> None:
         """Require the properties by which the schemas of a oneOf differ."""
-        tags: dict[int, dict[str, set[str]]] = {}
-        for (i, group), (j, other) in combinations(enumerate(groups), 2):
-            for (a, a_refs), (b, b_refs) in product(group, other):
-                both = _kinds(a, where) & _kinds(b, where)
-                constants = [set(map(_canonical, x.get("enum", ()))) for x in (a, b)]
-                if not both or (all(constants) and not constants[0] & constants[1]):
-                    continue
-                for x, x_refs in ((a, a_refs), (b, b_refs)):
-                    if id(x) not in tags:
-                        tags[id(x)] = self._tags(x, where, x_refs)
-                x, y = tags[id(a)], tags[id(b)]
-                names = [name for name in x.keys() & y.keys() if not x[name] & y[name]]
-                names.sort(key=[*x].index)
-                ok = both == {"object"} and names
-                _check(ok, where, f"has oneOf, of which {i} and {j} may both be valid; use anyOf")
-                for alternative in (a, b):
-                    required = alternative.get("required", [])
-                    alternative["required"] = [*required, *({names[0]} - {*required})]
+        branches = []
+        for i, group in enumerate(groups):
+            for schema, refs in group:
+                self._spend(where, len(schema.get("enum", ())))
+                constants = {*map(_canonical, schema.get("enum", ()))}
+                tags = self._tags(schema, where, refs)
+                branches.append(_Branch(i, schema, _kinds(schema, where), constants, tags))
+        _check(len(branches) <= MAX_BRANCHES, where, "makes it too large")
+        for a, b in combinations(branches, 2):
+            kinds = a.kinds & b.kinds
+            have_constants = a.constants and b.constants
+            if a.index == b.index or not kinds or have_constants and not a.constants & b.constants:
+                continue
+            names = [x for x in a.tags if x in b.tags and not a.tags[x] & b.tags[x]]
+            both = f"oneOf, of which {a.index} and {b.index} may both be valid; use anyOf"
+            _check(kinds == {"object"} and names, where, f"has {both}")
+            for schema in (a.schema, b.schema):
+                required = schema.get("required", [])
+                schema["required"] = [*required, *({names[0]} - {*required})]
 
     def _tags(self, schema: Schema, where: str, refs: tuple[str, ...]) -> dict[str, set[str]]:
         """The properties of an alternative that have constants -> these."""
@@ -176,6 +201,7 @@ class _Translator:
             if isinstance(member, dict) and {"const", "enum", "$ref", "allOf"} & member.keys():
                 each = [a.get("enum") for a, _ in self._alternatives(member, where, refs)]
                 if all(each):
+                    self._spend(where, sum(map(len, each)))
                     found[name] = {_canonical(value) for values in each for value in values}
         return found
 
@@ -219,6 +245,7 @@ class _Translator:
             return f'"{FORMATS[schema["format"]]}"'
         pattern = schema["pattern"]
         _check(isinstance(pattern, str), where, f"has pattern {pattern!r}")
+        self._spend(where, n_chars=len(pattern))
         try:
             return f'"(?:{json_pattern(pattern)})"'
         except ValueError as e:
