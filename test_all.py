@@ -12902,9 +12902,9 @@ def test_serving_results_of_other_requests_are_refused(tmp_path):
     path, out = tmp_path / "in.jsonl", tmp_path / "in.results.jsonl"
     shutil.copytree(DRAFT, tmp_path / "model")
     shutil.copytree(DRAFT, tmp_path / "tuned")
-    weights = load_file(tmp_path / "tuned" / "model.safetensors")
-    next(iter(weights.values())).view(-1)[0] += 1
-    save_file(weights, tmp_path / "tuned" / "model.safetensors")
+    weights = bytearray((tmp_path / "tuned" / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (tmp_path / "tuned" / "model.safetensors").write_bytes(weights)
     (tmp_path / "templated").mkdir()
     shutil.copytree(DRAFT, tmp_path / "templated", dirs_exist_ok=True)
     (tmp_path / "templated" / "chat_template.jinja").write_text(CHATML)
@@ -12943,6 +12943,13 @@ def test_serving_results_of_other_requests_are_refused(tmp_path):
     assert done.code == 0 and "1 requests" in done.err and out.read_bytes().startswith(whole)
     out.write_bytes(re.sub(rb', "hash": "[^"]*"', b"", whole))  # results of an earlier version
     assert go().code == 2
+    assert {*BF.NO_EFFECT, *BF.FOLDERS} <= GCONF.GenerateConfig.flags().keys()
+    hashes = set()  # an adapter's name hides no other folder
+    for model, adapters in product(("model", "tuned"), ("checkpoint=model", "checkpoint=tuned")):
+        argv = f"--batch x --checkpoint {tmp_path / model} --adapters {adapters}"
+        args = G.parse_args(argv.replace("checkpoint=", f"checkpoint={tmp_path}/").split())
+        hashes.add(BF.run_hash(args))
+    assert len(hashes) == 4
 
 
 def test_serving_batch_of_stdin(tmp_path, monkeypatch):
@@ -15653,7 +15660,8 @@ def test_server_takes_back_what_the_openai_package_returns():
             streamed = stream.get_final_completion().choices[0].message
         for answer in (first, parsed.choices[0].message, streamed):
             want = create(messages=[user, message("assistant", answer.content), user])
-            for again in (answer, answer.model_dump(), answer.to_dict()):
+            every = answer.model_dump()
+            for again in (answer, every, answer.to_dict(), every | {"parsed": {"a": 1}}):
                 same = create(messages=[user, again, user], extra_body=nothing)
                 assert same.choices[0].message.content == want.choices[0].message.content
                 assert same.usage == want.usage

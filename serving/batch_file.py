@@ -116,7 +116,7 @@ def run_hash(args: GenerateConfig) -> str:
     folders = [] if args.dummy else [("checkpoint", args.checkpoint)]
     folders += [("adapter", args.adapter)] if args.adapter else []
     folders += [*(args.adapters or ()), *(args.models or ())]
-    content = {name: folder_hash(folder) for name, folder in folders}
+    content = [(name, folder_hash(folder)) for name, folder in folders]
     return _digest(json.dumps([settings, content]).encode())
 
 
