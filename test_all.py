@@ -722,6 +722,27 @@ def test_recovery_refuses_a_folder_that_another_user_may_have_made(found, tmp_pa
         assert new.stat().st_mode & 0o777 == 0o700
 
 
+def test_ranks_end_with_a_torchrun_that_is_killed(monkeypatch):
+    """The rank of a parent that gets SIGKILL, and so cannot stop it, gets SIGTERM."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    read_end, write_end = os.pipe()
+    if (torchrun := os.fork()) == 0:
+        ready, is_ready = os.pipe()
+        if os.fork() == 0:
+            signal.signal(signal.SIGTERM, lambda *_: (os.write(write_end, b"ended"), os._exit(0)))
+            RANK_ENV.PARENT = os.getppid()
+            RANK_ENV.end_with_torchrun()
+            os.write(is_ready, b"1")
+            time.sleep(60)
+            os._exit(1)
+        os.read(ready, 1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(torchrun, 0)
+    os.close(write_end)
+    assert os.read(read_end, 9) == b"ended"
+    os.close(read_end)
+
+
 def test_rank_env_names_the_variable(monkeypatch):
     """Ranks that were started by hand: what is missing, no number or out of range; a port that
     another process has."""
@@ -38702,6 +38723,37 @@ def test_checkpoint_leftovers_of_killed_saves(tmp_path):
     keeper = CK.Checkpoints(tmp_path, sync=True)
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"notes.tmp", "step-00000001", "step-00000002"} and keeper.newest().step == 2
+
+
+@pytest.mark.parametrize("kind", ["call", "field", "objects", "nothing"])
+def test_checkpoint_metadata_runs_no_code(kind, tmp_path):
+    """A .metadata that was altered, with the right checksums, to call a function when it is
+    unpickled, or to make DCP unpickle objects, is refused; the original is read."""
+    checkpoints, state = CK.Checkpoints(tmp_path), {"x": torch.arange(5.0)}
+    checkpoints.save(1, state, {})
+    checkpoints.wait()
+    found = checkpoints.newest()
+    assert torch.equal(CK.read_full_tensors(found.path)["x"], state["x"])
+    called, path = tmp_path / "called", found.path / ".metadata"
+    call = type("Call", (), {"__reduce__": lambda self: (os.mkdir, (str(called),))})()
+    metadata = pickle.loads(path.read_bytes())
+    if kind == "field":
+        metadata.planner_data = call
+    if kind == "objects":
+        metadata.state_dict_metadata["x"] = CK.M.BytesStorageMetadata()
+    path.write_bytes(pickle.dumps({"call": call, "nothing": None}.get(kind, metadata)))
+    manifest = json.loads((found.path / CK.MANIFEST).read_text())
+    del manifest["sha256"]
+    manifest["files"][".metadata"] = CK._digest(path)
+    manifest["sha256"] = CK._manifest_sha256(manifest)
+    (found.path / CK.MANIFEST).write_text(json.dumps(manifest))
+    assert checkpoints.newest() == found  # the checksums are right
+    for read in (lambda: CK.read_full_tensors(found.path), lambda: checkpoints.load(found, state)):
+        with pytest.raises(
+            ValueError, match=re.escape(f"{path}: not the metadata of a checkpoint")
+        ):
+            read()
+    assert not called.exists()
 
 
 def test_checkpoint_any_flipped_byte_is_detected(tmp_path, capsys):

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from generation.config import GenerateConfig
-from parallelism.rank_env import rank_env, rendezvous_errors
+from parallelism.rank_env import end_with_torchrun, rank_env, rendezvous_errors
 
 
 @contextmanager
@@ -30,6 +30,7 @@ def process_group(args: GenerateConfig) -> Iterator[None]:
         args.mesh = build_mesh(args)
         yield
         return
+    end_with_torchrun()
     with rendezvous_errors(rank_env().rank):
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     # rank 0 may wait for input, or a server for calls, while the others wait in a broadcast. If it

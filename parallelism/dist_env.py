@@ -18,7 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from parallelism.rank_env import rank_env, rendezvous_errors
+from parallelism.rank_env import end_with_torchrun, rank_env, rendezvous_errors
 from training.config import TrainConfig
 from training.recovery import fresh_store
 
@@ -59,6 +59,7 @@ def init_distributed(args: TrainConfig) -> DistEnv:
         torch.cuda.set_device(device)
     store = None
     if world > 1:
+        end_with_torchrun()
         with rendezvous_errors(rank):
             store, *_ = next(dist.rendezvous("env://"))
             store = fresh_store(store, rank, world)

@@ -7,12 +7,19 @@ torch reads these variables too, but its errors name no variable, or come after 
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch.distributed as dist
+
+
+PR_SET_PDEATHSIG = 1  # prctl(2)
+PARENT = os.getppid()  # torchrun, while this process starts
 
 
 class RankEnv(NamedTuple):
@@ -50,6 +57,15 @@ def _number(name: str, default: int, least: int, end: int | None = None) -> int:
         bounds = f"{least} or more" if end is None else f"from {least} to {end - 1}"
         raise ValueError(f"{name}={text}: must be a number, {bounds}, as torchrun sets it")
     return int(text)
+
+
+def end_with_torchrun() -> None:
+    """On Linux, let the kernel send SIGTERM to this rank when torchrun ends: it was killed, and so
+    could not stop its ranks, which would keep their GPUs."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != PARENT:  # it has ended already
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 @contextmanager

@@ -28,8 +28,8 @@ Cost: host memory for a copy of what the rank writes; each byte is written, hash
 to verify it on resume. Gain (200 MB, 4 ranks on 2 CPU cores): training waits 38 ms for the copy and
 1 ms with `async_staging`; DCP's async_save, which allocates a new copy and does not verify it, 73.
 When it loses: with no idle core; under a few MB, where torch.save is as good; in a folder that not
-all ranks can access. .metadata is a pickle of DCP's: load only checkpoints that you trust. Hook:
-none, it takes tensors.
+all ranks can access. .metadata is a pickle of DCP's, of which only DCP's own classes are loaded, so
+that a checkpoint runs no code. Hook: none, it takes tensors.
 
 Equivalence (test_all.py): saved under one sharding and loaded under any other, on another number of
 ranks, every tensor is bit for bit the same; after kill -9 at random moments of saves an intact
@@ -46,6 +46,7 @@ import json
 import math
 import mmap
 import os
+import pickle
 import re
 import shutil
 import sys
@@ -239,15 +240,56 @@ def read_user_metadata(path: Path) -> tuple[int, dict[str, Any]]:
     return manifest["step"], manifest["about"]
 
 
+# What .metadata is made of: data without methods that run others' code. Not BytesStorageMetadata: it
+# makes DCP unpickle whole objects, and a state here has tensors alone.
+METADATA_CLASSES = {
+    (M.__name__, name)
+    for name in "Metadata TensorStorageMetadata TensorProperties ChunkStorageMetadata MetadataIndex "
+    "StorageMeta _MEM_FORMAT_ENCODING".split()
+} | {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch", "Size"),
+    ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),
+}  # fmt: skip
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if (module, name) in METADATA_CLASSES or is_dtype:
+            return super().find_class(module, name)
+        raise ValueError(f"{module}.{name} is not a class of checkpoints")
+
+
+class Reader(dcp.FileSystemReader):
+    """DCP's reader, which loads nothing but METADATA_CLASSES from .metadata. ValueError names the
+    file if it has anything else."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> M.Metadata:
+        path = Path(self.path) / ".metadata"
+        try:
+            with open(path, "rb") as f:
+                metadata = _MetadataUnpickler(f).load()
+            _check(isinstance(metadata, M.Metadata), "holds something else")
+        except OSError:
+            raise
+        except Exception as e:  # an altered pickle may raise anything
+            why = f"not the metadata of a checkpoint ({e}); do not use this folder"
+            raise ValueError(f"{path}: {why}") from None
+        metadata.storage_meta = metadata.storage_meta or M.StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
 def read_full_tensors(path: Path, names: Iterable[str] | None = None) -> dict[str, Tensor]:
     """{name: full tensor on the CPU}, of `names` or of all. Not collective."""
-    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    saved = Reader(path).read_metadata().state_dict_metadata
     names = list(saved if names is None else names)
     missing = sorted(set(names) - set(saved))
     _check(not missing, f"{path}: has no tensor {', '.join(missing)}")
     empty = lambda meta: torch.empty(meta.size, dtype=meta.properties.dtype)
     state = {name: empty(saved[name]) for name in names}
-    dcp.load(state, checkpoint_id=path, no_dist=True)
+    dcp.load(state, storage_reader=Reader(path), no_dist=True)
     return state
 
 
@@ -579,7 +621,7 @@ class Checkpoints:
         """
         self.wait()
         tensors = {name: ShardedTensor.of(x) for name, x in state.items()}
-        saved = dcp.FileSystemReader(found.path).read_metadata().state_dict_metadata
+        saved = Reader(found.path).read_metadata().state_dict_metadata
         wanted = set().union(*self._gather(set(tensors)))
         errors = [f"{name} is not in the checkpoint" for name in wanted - {*saved, *optional}]
         unexpected = set(saved) - {*wanted, *optional}
@@ -594,7 +636,8 @@ class Checkpoints:
         more = f" and {len(errors) - 8} more" if len(errors) > 8 else ""
         _check(not errors, f"{found.path}: {'; '.join(errors[:8])}{more}")
         present = {name: tensor for name, tensor in tensors.items() if name in saved}
-        read = partial(dcp.load, present, checkpoint_id=found.path, process_group=self.group)
+        reader = Reader(found.path)
+        read = partial(dcp.load, present, storage_reader=reader, process_group=self.group)
         try:
             self._run_on_all_or_raise(read)
         except OSError as e:
