@@ -23094,6 +23094,17 @@ REFUSED["finetune: nested"] = (
     lambda: finetune.FinetuneJob.read(SimpleNamespace(read_text=lambda **_: "[" * 10**5)),
     "--finetune .*: not a JSON file",
 )
+
+
+def test_finetune_documents_are_those_of_train_py(tmp_path):
+    """Each between the tokenizer's BOS and EOS."""
+    (tmp_path / "x.jsonl").write_text('{"text": "def f"}\n{"text": "import os"}\n')
+    job = finetune.FinetuneJob([f"{tmp_path}/x.jsonl"], "out")
+    tokenizer = K.load_tokenizer(SMALL)
+    want = [*tokenizer.encode("def f"), 2, *tokenizer.encode("import os"), 2]
+    assert finetune.training_tokens(job, tokenizer, (2, 3)).tolist() == want and want[0] == 1
+
+
 REFUSED["finetune: no data"] = (
     lambda: finetune.training_tokens(finetune.FinetuneJob(["/nowhere"], "y"), None, ()),
     "--finetune: data /nowhere",
