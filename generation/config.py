@@ -345,8 +345,8 @@ REQUIRES = [
     ("reference", "speculate=ngram|staged"),
     ("forced_acceptance", "speculate=ngram|draft|exit|mtp|head"),
     ("forced_acceptance", "bench bench_serving"),
-    ("adapters", "batch serve"), ("merge_adapters", "adapters runtime_adapters"), ("models", "batch serve"),
-    ("runtime_adapters", "serve"), ("max_adapters", "runtime_adapters"),
+    ("adapters", "batch serve"), ("merge_adapters", "adapters runtime_adapters"),
+    ("models", "batch serve"), ("runtime_adapters", "serve"), ("max_adapters", "runtime_adapters"),
     *((name, "batch bench_serving serve program choices") for name in ENGINE.split()),
     *((name, "bench_serving") for name in (
         "request_rate", "arrival_cv", "input_tokens", "output_tokens", "shared_prefix",

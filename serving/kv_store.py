@@ -30,9 +30,9 @@ layer. So a process may be killed at any moment, several may share a folder, and
 damaged or deleted: a step that meets such a block runs again without it. There is no fsync: after a
 power failure the CRC decides. A full disk leaves blocks in host memory. Trouble is one warning.
 
-A CRC finds damage, not forgery, and KV tells the prompt that it was computed from: whoever can write
-to the folder decides what a model that reads it continues. The folder is made with mode 0700 and
-its files with 0600; processes that share it must trust each other.
+A CRC finds damage, not forgery, and KV tells the prompt that it was computed from: who can write to
+the folder decides what a model that reads it continues. The folder is made with mode 0700 and its
+files with 0600; processes that share it must trust each other.
 
 Cost: copies, and 22 kB per token of TinyLlama. When it loses: where no prompt repeats, or reading
 is slower than computing. Hooks: attend, through `gate`; Engine(kv_store=...). Equivalence
@@ -448,8 +448,8 @@ class Load:
         self.thread.start()
 
     def wait(self, layer: int) -> None:
-        """Until a layer has arrived; on a GPU the current stream waits. With the last one all blocks
-        are loaded, and counted."""
+        """Until a layer has arrived; on a GPU the current stream waits. With the last one the blocks
+        are counted."""
         if layer < len(self.arrived):
             self.arrived[layer].wait()
             if self.error is not None:

@@ -1,7 +1,7 @@
 """Adapters that clients of the HTTP server load and unload while it runs: --runtime-adapters DIR.
 
-Off by default, as VLLM_ALLOW_RUNTIME_LORA_UPDATING is: whoever may load an adapter decides what a
-model says, and takes memory. With the flag every key may load adapters from folders in DIR, up to
+Off by default, as VLLM_ALLOW_RUNTIME_LORA_UPDATING is: who may load an adapter decides what a model
+says, and takes memory. With the flag every key may load adapters from folders in DIR, up to
 --set max_adapters in all, and unload those that it loaded; adapters of --adapters belong to the
 first key. A path that leads out of DIR, by links too, gives one answer whatever is there, and no
 answer contains a path of this machine.

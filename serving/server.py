@@ -8,12 +8,13 @@ The engine runs in a thread (async_engine.py); this file is what a server owes t
 its owner. A client that leaves is aborted, and its KV blocks are free before the next step. Queue,
 body, prompt and concurrent calls per key are bounded: what is beyond is a 4xx that says so, a full
 queue a 429 with Retry-After. The first SIGTERM drains: new calls get 503, running ones finish, up
-to --drain-timeout; the second ends at once. Without --api-key it listens on loopback only, and its
-name in a request must be LOOPBACK's; errors contain no path and no trace.
+to --drain-timeout; the second ends at once. Without an API key it listens on loopback only, and its
+name in a request must be LOOPBACK's; errors contain no path and no trace, and what a client sends
+reaches the log without control characters.
 
 Every SSE event has an id. A client whose connection broke repeats its call with the header
 Last-Event-ID and gets what it missed and no more: tokens that were sampled are kept for a while,
-and the engine continues after them. With ?repeat_unacked=1 every event has the text that is not
+and the engine continues after them; of two such connections the later one gets the rest. With ?repeat_unacked=1 every event has the text that is not
 acknowledged by POST /v1/acks, for proxies that forward events in datagrams (unacked.py).
 
 Needs: starlette, uvicorn. Proofs: test_all.py, with the clients openai and lm_eval.
