@@ -176,6 +176,7 @@ from training import dataset as TX, draft_head as DH, lora as LO, lora_jobs as L
 from training import offload as OF, optimizers as OP, python_text as PT, recompute as RC
 from training import recovery as RE, shards as SHARDS, state as SD, step as STEP
 from training import token_windows as TW, trials as TRIALS, tuning as TU, watchdog as WD
+from training import writer_lock as WL
 
 import torch._dynamo  # torch would import it lazily: here once, before any fork
 import torch.distributed.checkpoint._fsspec_filesystem  # noqa: F401, likewise
@@ -20827,7 +20828,7 @@ def data_write(folder: Path, documents=None, encode=DATA_BYTES, **more):
 
 
 def data_files(folder: Path) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != SHARDS.LOCK}
+    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "writer.lock"}
 
 
 @pytest.fixture
@@ -20919,7 +20920,7 @@ def test_data_readers_do_not_keep_a_writer_out(tmp_path, monkeypatch):
     """A lock that readers share delays a writer, however long they hold it; another writer's is
     refused. A reader that waits looks at the lock once a second, not at every turn."""
     data_write(tmp_path, data_texts(20))
-    sleeps, looks, held = [], [], open(tmp_path / SHARDS.LOCK, "rb")
+    sleeps, looks, held = [], [], open(tmp_path / "writer.lock", "rb")
     fcntl.flock(held, fcntl.LOCK_SH)
 
     def sleep(seconds):
@@ -20930,7 +20931,7 @@ def test_data_readers_do_not_keep_a_writer_out(tmp_path, monkeypatch):
     clock = SimpleNamespace(sleep=sleep, monotonic=lambda: math.fsum(sleeps))
     monkeypatch.setattr(SHARDS, "time", clock)
     assert data_write(tmp_path, data_texts(20))["documents"] == 20 and len(sleeps) >= 100
-    with open(tmp_path / SHARDS.LOCK, "rb") as writer:
+    with open(tmp_path / "writer.lock", "rb") as writer:
         fcntl.flock(writer, fcntl.LOCK_EX)
         with pytest.raises(ValueError, match="another process is writing"):
             data_write(tmp_path, data_texts(20))
@@ -21039,7 +21040,11 @@ def test_data_a_full_disk_leaves_no_part_of_a_shard(tmp_path):
     """Files appear complete: a shard that does not fit is not there, and the next try writes it."""
     with file_size_limit(8192), pytest.raises(OSError, match="too large"):
         data_write(tmp_path, shard_tokens=1 << 21)
-    assert {path.name for path in tmp_path.iterdir()} == {SHARDS.ABOUT, SHARDS.FAILED, SHARDS.LOCK}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        SHARDS.ABOUT,
+        SHARDS.FAILED,
+        "writer.lock",
+    }
     assert data_write(tmp_path, shard_tokens=1 << 21)["documents"] == 120
 
 
@@ -21468,8 +21473,81 @@ def test_data_documents_are_read_one_by_one(tmp_path):
         assert [*map(len, pieces)] == sizes and "".join(pieces) == whole
 
 
+def test_data_folders_are_read_whole_or_say_what_is_left_out(tmp_path):
+    """Text files and the "text" of JSONL, in files that links name too; each other file is named
+    with the reason, hidden ones are counted; nothing but a file or a folder is opened."""
+    folder, outside = tmp_path / "folder", tmp_path / "outside"
+    (folder / "sub" / ".git").mkdir(parents=True)
+    outside.mkdir()
+    for name, content in {
+        "a.txt": b"plain", "sub/b.jsonl": b'{"text": "one"}\n\n{"id": 2, "text": "two"}\n',
+        "bad.txt": b"caf\xe9", "nul.md": b"x\0y", "empty.txt": b"", ".hidden": b"h",
+        "sub/.git/config": b"g", "../outside/c.txt": b"linked",
+    }.items():  # fmt: skip
+        (folder / name).write_bytes(content)
+    links = {"c.txt": outside / "c.txt", "linked": outside, "broken": tmp_path / "no"}
+    for name, target in links.items():
+        (folder / name).symlink_to(target)
+    os.mkfifo(folder / "pipe")
+    left_out = []
+    read = [*DA.stream_documents(str(folder), left_out.append)]
+    texts = {"a.txt": "plain", "c.txt": "linked", "sub/b.jsonl:1": "one", "sub/b.jsonl:3": "two"}
+    assert dict(read) == texts
+    reasons = "broken link|linked folder|bad.txt byte 3|nul.md NUL|pipe regular|2 hidden".split("|")
+    for words in reasons:
+        assert any(all(word in what for word in words.split()) for what in left_out), words
+    assert len(left_out) == len(reasons)
+    (folder / "sub" / "b.jsonl").write_text('{"txt": 1}')
+    with pytest.raises(ValueError, match=r"sub/b.jsonl: line 1 is not .* \"text\""):
+        DA.read_documents(str(folder))
+    with pytest.raises(ValueError, match="neither a file nor a folder"):
+        DA.read_documents(str(folder / "pipe"))
+
+
+def test_data_a_source_whose_names_are_all_for_validation_is_split(tmp_path):
+    """A folder of one file: as split_documents splits it; else the names decide."""
+    assert DA.is_validation("input.txt") and not DA.is_validation("b.txt")
+    (tmp_path / "input.txt").write_text(text := "".join(map(str, range(999))))
+    parts = lambda: ([x for _, x in DA.training_documents(tmp_path)],
+                     DA.validation_documents(tmp_path))  # fmt: skip
+    (train,), (val,) = parts()
+    assert train + val == text and len(val) == -(-len(text) // 16)
+    (tmp_path / "b.txt").write_text("more")
+    assert parts() == (["more"], [text])
+
+
+def test_data_a_path_with_an_equals_sign_has_no_weight(tmp_path):
+    (tmp_path / "dt=2024").mkdir()
+    (source,) = SHARDS.parse_sources([f"{tmp_path}/dt=2024"])
+    assert source.path.endswith("dt=2024") and source.weight == 1
+
+
+def test_data_a_folder_has_one_writer_whose_lock_dies_with_it(tmp_path, monkeypatch):
+    """The second is told the first's process; a lock is free when its process was killed."""
+    monkeypatch.setattr(WL, "time", SimpleNamespace(sleep=lambda s: None, strftime=time.strftime))
+    lock = WL.writer_lock(tmp_path)
+    with lock:
+        assert WL.has_writer(tmp_path)
+        with pytest.raises(ValueError, match=f"another process .*pid {os.getpid()} on"):
+            WL.writer_lock(tmp_path).__enter__()
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        with WL.writer_lock(tmp_path):
+            os.write(write, b"1")
+            time.sleep(60)
+        os._exit(0)
+    held = os.read(read, 1) and WL.has_writer(tmp_path)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert held
+    with WL.writer_lock(tmp_path):
+        pass
+
+
 def data_refused():
     """(words of the error, call)"""
+    for weight in ("-1", "nan", "1e-300", "inf"):
+        yield "decimal number above 0", partial(SHARDS.parse_sources, [f"a.txt={weight}"])
     yield "8 tokens do not fit a row of 7", lambda: DA.encode_row(range(8), 0, 6)
     yield "1 to 8", lambda: DA.best_fit([3, 9], 8)
     yield "1 to 8", lambda: DA.best_fit([3, 0], 8)
@@ -37977,8 +38055,8 @@ def test_train_scale_changed_data_is_refused(train_runs, tmp_path, capsys):
     path.write_bytes(path.read_bytes()[:-132])
     program.write_text("def f(prompt, completion, answer):\n    return 1 / 0\n")
     reward = train_runs.argv(f"{TRAIN_RUNS['grpo']} --reward {program}:f", tmp_path / "grpo")
-    changed = "--data has changed"
-    for out, words in ((half, changed), (dpo, changed), (packed, "written"), (None, "ZeroDiv")):
+    changed, tokens = "--data has changed", "train.tokens: has changed"
+    for out, words in ((half, tokens), (dpo, changed), (packed, "written"), (None, "ZeroDiv")):
         argv = ["--out", str(out), "--resume", "--steps", "12"] if out else reward
         assert T.main(argv) == 2
         error = capsys.readouterr().err
@@ -38765,6 +38843,46 @@ def test_checkpoint_metadata_runs_no_code(kind, tmp_path):
         ):
             read()
     assert not called.exists()
+
+
+def test_checkpoint_readers_change_nothing(tmp_path):
+    """A reader beside a running save: the temporary folder stays; it cannot save."""
+    keeper = CK.Checkpoints(tmp_path, sync=True)
+    keeper.save(1, {"x": torch.ones(2)}, {})
+    for name in ("step-00000002.tmp", "step-00000001.old"):
+        (tmp_path / name).mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    reader = CK.Checkpoints(tmp_path, read_only=True)
+    assert reader.newest().step == 1 and sorted(tmp_path.rglob("*")) == before
+    with pytest.raises(ValueError, match="read only"):
+        reader.save(2, {}, {})
+    assert CK.Checkpoints(tmp_path / "none", read_only=True).newest() is None
+    assert not (tmp_path / "none").exists()
+
+
+def test_checkpoint_of_a_link_only_the_link_is_removed(tmp_path):
+    """Old steps, leftovers and the next step's temporary folder may be links."""
+    folder, target = tmp_path / "run", tmp_path / "elsewhere"
+    keeper = CK.Checkpoints(folder, keep=1, sync=True)
+    keeper.save(1, {"x": torch.ones(2)}, {})
+    shutil.move(folder / "step-00000001", target)
+    (folder / "step-00000001").symlink_to(target)
+    (folder / "step-00000002.tmp").symlink_to(target)
+    keeper.save(2, {"x": torch.zeros(2)}, {})
+    assert [path.name for path in folder.iterdir()] == ["step-00000002"]
+    (folder / "step-00000003.tmp").symlink_to(target)
+    CK.Checkpoints(folder)
+    assert [path.name for path in folder.iterdir()] == ["step-00000002"]
+    assert CK.read_full_tensors(target)["x"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "5", '"text"', "[]", "", "{}"])
+def test_checkpoint_damaged_manifests_are_skipped(text, tmp_path, capsys):
+    keeper = CK.Checkpoints(tmp_path, sync=True)
+    for step in (1, 2):
+        keeper.save(step, {"x": torch.ones(2)}, {})
+    (tmp_path / "step-00000002" / CK.MANIFEST).write_text(text)
+    assert keeper.newest().step == 1 and "step 2" in capsys.readouterr().err
 
 
 def test_checkpoint_any_flipped_byte_is_detected(tmp_path, capsys):

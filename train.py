@@ -41,10 +41,9 @@ import contextlib
 import importlib.util
 import math
 import os
-import shutil
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,15 +59,15 @@ for folder in "huggingface generation serving quantization training parallelism"
     if spec.submodule_search_locations[0] != str(ROOT / folder):
         sys.exit(f"train.py: error: {spec.origin} shadows {folder}/; uninstall that package")
 
-from parallelism.dist_env import DistEnv, init_distributed
+from parallelism.dist_env import DistEnv, init_distributed, rank0_first
 from parallelism.parallel_dims import ParallelDims
 from training.build import build_model, build_optimizer, compile_model, meta_model, model_config
 from training.callbacks import (
     Callback, Callbacks, DiLoCoWorker, MemoryCheckpoints, OffloadFolder, Profiler, RankMonitor,
 )  # fmt: skip
-from training.checkpoint import Checkpoints
+from training.checkpoint import Checkpoints, list_steps
 from training.config import TrainConfig, check_experts, parse_args
-from training.dataset import TOKENIZER_FILES, build_dataset
+from training.dataset import build_dataset
 from training.draft_head import build_draft_head, save_draft_head
 from training.flags import out_of_memory
 from training.lora_jobs import build_job_datasets
@@ -78,34 +77,38 @@ from training.objectives import build_objective
 from training.optimizers import LossScaler, learning_rate
 from training.recovery import Diverged, Guard, stop_on_signals
 from training.replica_groups import ReplicaGroup
-from training.state import CHECKPOINTS, TrainState, export, restore_settings
+from training.run_folder import check_new_folder, copy_files, record_inputs, verify_init
+from training.state import CHECKPOINTS, TrainState, check_output_dir, export, needs_init
+from training.state import restore_settings, saved_run
 from training.step import LoadBalancer, clip_gradients, forward_backward, make_attend
+from training.writer_lock import writer_lock
 
 
 def train(config: TrainConfig) -> None:
     """Train until --steps or a signal, from the newest checkpoint if resumed; then export."""
     restore_settings(config)
-    trainer = Trainer(config)
-    try:
-        step = trainer.loop()
-        trainer.finish(step)
-    except Diverged:
-        trainer.checkpoints.wait()  # all ranks are here
-        raise
-    finally:
-        trainer.close()
+    with contextlib.ExitStack() as out:  # releases the lock of OUT
+        trainer = Trainer(config, out)
+        try:
+            step = trainer.loop()
+            trainer.finish(step)
+        except Diverged:
+            trainer.checkpoints.wait()  # all ranks are here
+            raise
+        finally:
+            trainer.close()
 
 
 class Trainer:
     """The parts of a run, in the order in which they are built, and the loop."""
 
-    def __init__(self, config: TrainConfig):
+    def __init__(self, config: TrainConfig, out: contextlib.ExitStack):
         self.config, self.env = config, init_distributed(config)  # device, dtype, ranks
         model_cfg = model_config(config)
         check_experts(config, model_cfg)
         # meshes; checks sizes
         self.layout = ParallelDims(config, model_cfg, self.env.world, self.env.device.type)
-        prepare_output(config, self.env)
+        rank0_first(self.env, lambda: prepare_output(config, out))
         prepare_data = build_job_datasets if config.lora_jobs else build_dataset
         self.dataset = prepare_data(config, model_cfg, self.env)
         memory = PeakMemory(self.env.device)
@@ -144,7 +147,8 @@ class Trainer:
             step = callbacks.before_step(step)  # a replica group may be behind the others
             callbacks.phase(step + 1, "data")
             self.speed.start()
-            batch = self.objective.batch(step).to(env.device, non_blocking=True)
+            with self.saved_on_error(step):
+                batch = self.objective.batch(step).to(env.device, non_blocking=True)
             data_wait = self.speed.elapsed()
 
             callbacks.phase(step + 1, "forward and backward")
@@ -182,7 +186,8 @@ class Trainer:
             done = step == config.steps
             if step % config.eval_every == 0 or done:
                 callbacks.phase(step, "validation")
-                row |= self.validate()
+                with self.saved_on_error(step):
+                    row |= self.validate()
             self.report(row)
             if (step % config.save_every == 0 and skipped is None) or stopping or done:
                 checkpoints.save(step, *callbacks.checkpoint(), async_staging=True)
@@ -222,6 +227,8 @@ class Trainer:
         if scaler is not None and not scaler.update(math.isfinite(norm)):
             reason = f"a gradient overflowed; the loss scale is now {scaler.scale:g}"
         hint = f"the last checkpoint in {config.out} is intact; resume from it with a lower --lr"
+        if not list_steps(config.out / CHECKPOINTS):
+            hint = "nothing was saved yet; check the weights and the data, or give a lower --lr"
         if reason is None or scaler.scale == scaler.MIN_SCALE:
             try:
                 reason = self.guard.judge(loss, norm)
@@ -240,6 +247,27 @@ class Trainer:
         self.layout.reshard(self.step_model)
         row |= {"expert_load": self.balance.expert_load()} if self.balance.row else {}
         return row | self.callbacks.statistics()
+
+    @contextlib.contextmanager
+    def saved_on_error(self, step: int) -> Iterator[None]:
+        """Errors of data, rewards and validations cost no steps: one process saves the state after
+        `step`. Of several ranks one may fail alone, so that each dumps to memory only."""
+        try:
+            with self.callbacks.dump_on_error():
+                yield
+        except Exception:
+            with contextlib.suppress(OSError):
+                if self.env.world == 1:
+                    self.save_now(step)
+            raise
+
+    def save_now(self, step: int) -> None:
+        """Save the state after `step`, if there is none yet, and wait for it."""
+        self.checkpoints.wait()
+        if step not in (0, *list_steps(self.config.out / CHECKPOINTS)):
+            self.checkpoints.save(step, *self.callbacks.checkpoint())
+            self.checkpoints.wait()
+            log(self.env, f"step {step} is saved; continue with --resume")
 
     def report(self, row: Mapping[str, Any]) -> None:
         """Show a step, and write it to metrics.jsonl."""
@@ -293,13 +321,20 @@ def build_callbacks(
     return Callbacks(callbacks, state)
 
 
-def prepare_output(config: TrainConfig, env: DistEnv) -> None:
-    """Make OUT, without the temporary files of a save that was killed."""
+def prepare_output(config: TrainConfig, locks: contextlib.ExitStack) -> None:
+    """Make and lock OUT, without the temporary files of a save that was killed."""
     if config.tensorboard:
         summary_writer()  # fail now if tensorboard is not installed
     config.out.mkdir(parents=True, exist_ok=True)
-    for leftover in config.out.glob(".*.tmp") if env.rank == 0 else ():
+    locks.enter_context(writer_lock(config.out))
+    if not config.resume:
+        check_output_dir(config.out, saved_run(config.out))  # again, now that no other writes it
+    for leftover in config.out.glob(".*.tmp"):
         leftover.unlink()
+    if not config.resume:
+        record_inputs(config)
+    elif needs_init(config):
+        verify_init(config)
 
 
 def set_learning_rate(optimizer: Any, config: TrainConfig, step: int) -> float:
@@ -326,12 +361,16 @@ def sync_stop_and_data_wait(
 
 
 def export_run(config: TrainConfig) -> None:
-    """--export: the newest intact checkpoint of OUT, with its tokenizer."""
+    """--export: the newest intact checkpoint of OUT, with its tokenizer. OUT itself is locked, and
+    another folder must be new."""
     to = Path(config.export) if config.export else config.out
-    export(config.out, to, config.lora_merged, verify=True)
-    for name in TOKENIZER_FILES if to.resolve() != config.out.resolve() else ():
-        if (config.out / name).exists():
-            shutil.copy(config.out / name, to)
+    is_out = to.resolve() == config.out.resolve()
+    if not is_out:
+        check_new_folder("--export", to)
+    with writer_lock(to) if is_out and to.is_dir() else contextlib.nullcontext():
+        export(config.out, to, config.lora_merged, verify=True, init=config.init)
+    if not is_out:
+        copy_files(config.out, to)
     print(to)
 
 

@@ -50,13 +50,20 @@ def model_config(args: TrainConfig) -> ModelConfig:
             check_folder(args.init)
         except ValueError as e:  # begins with the path
             raise ValueError(f"--init {e}") from None
-        config = read_config(args.init / "config.json")
+        config = with_context(read_config(args.init / "config.json"), args.seq_len)
         return upcycle_config(config, args) if args.upcycle else config
     if args.model in CONFIGS or Path(args.model).exists():
         config = CONFIGS[args.model] if args.model in CONFIGS else read_config(args.model)
-        max_seq_len = max(config.max_seq_len, args.seq_len)
-        return replace(config, max_seq_len=max_seq_len, bos_id=BOS, eos_ids=(EOS,))
+        return replace(with_context(config, args.seq_len), bos_id=BOS, eos_ids=(EOS,))
     raise ValueError(f"--model {args.model}: neither a config.json nor one of {', '.join(CONFIGS)}")
+
+
+def with_context(config: ModelConfig, seq_len: int) -> ModelConfig:
+    """A config whose context has room for the rows that it is trained on. Dynamic NTK is unchanged:
+    its frequencies depend on max_seq_len."""
+    if seq_len <= config.context or config.has_dynamic_rope:
+        return config
+    return replace(config, max_seq_len=seq_len)
 
 
 def build_model(
@@ -75,6 +82,7 @@ def build_model(
         layout.shard_model_(model)
     else:
         model = load_checkpoint(args.init, "cpu", torch.float32, prepare=layout.shard_model_)
+        model.config = replace(model.config, max_seq_len=config.max_seq_len)
     if new and not deferred:
         layout.init_weights_(allocate(model, "cpu", torch.float32), args.seed)
     if args.lora:

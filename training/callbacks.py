@@ -87,7 +87,7 @@ class Callback:
         """The step is logged and, if due, being saved."""
 
     def failed(self) -> None:
-        """The forward or backward pass failed, perhaps because another rank died."""
+        """A batch, a pass or a validation failed, perhaps because another rank died."""
 
     def finish(self, stopped: bool) -> None:
         """The loop has ended; stopped: by a signal."""
@@ -151,7 +151,7 @@ class Callbacks(Callback):
     def dump_on_error(self) -> Iterator[None]:
         try:
             yield
-        except RuntimeError:
+        except Exception:
             self.failed()
             raise
 

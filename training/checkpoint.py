@@ -228,7 +228,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         good = manifest.pop("sha256") == _manifest_sha256(manifest)
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
         raise ValueError(f"{path / MANIFEST}: cannot be read ({e}); use another one") from None
     _check(good, f"{path / MANIFEST}: its checksum is wrong; use another checkpoint")
     return manifest
@@ -308,6 +308,14 @@ def _file_error(path: Path, size: int, digest: str) -> str | None:
     if found[0] != size:
         return f"{path}: has {found[0]} bytes, not {size}"
     return None if found[1] == digest else f"{path}: its sha256 is not the one in the manifest"
+
+
+def _delete(path: Path) -> None:
+    """Remove a folder; of a link only the link. OSError of the first that cannot be removed."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
 
 
 def _fsync(path: Path) -> None:
@@ -391,11 +399,15 @@ class Checkpoints:
     methods are collective over the default group, or for one process without a group.
 
     `folder` must be accessible to all ranks. `sync`: save() returns when everything is written.
+    `read_only`: nothing in `folder` is changed, so another process may be writing it.
     """
 
-    def __init__(self, folder: Path, *, keep: int = 2, sync: bool = False):
+    def __init__(
+        self, folder: Path, *, keep: int = 2, sync: bool = False, read_only: bool = False
+    ):  # fmt: skip
         _check(keep >= 1, f"keep must be 1 or more, not {keep}")
         self.folder, self.keep, self.sync = Path(folder), keep, sync
+        self.read_only = read_only
         alone = not (dist.is_available() and dist.is_initialized())
         # a group of its own, so that the thread's collectives cannot match those of training
         self.group = None if alone else dist.new_group(backend="gloo")
@@ -408,6 +420,8 @@ class Checkpoints:
         self.thread, self.pending = ThreadPoolExecutor(1, "checkpoint"), None
         self.copied, self.event, self.gpu = threading.Event(), None, None
         self.copied.set()
+        if read_only:
+            return
         self._run_on_all_or_raise(self._clean_up)
         self._run_on_all_or_raise(lambda: os.listdir(self.folder))  # every rank can access it
 
@@ -424,6 +438,7 @@ class Checkpoints:
 
         ValueError if the ranks' chunks do not make up the full tensors, or `metadata` is not JSON.
         """
+        _check(not self.read_only, f"{self.folder}: opened to be read only")
         self.wait()
         try:
             metadata = json.loads(json.dumps(metadata))
@@ -521,7 +536,7 @@ class Checkpoints:
             if self.event is not None:
                 self.event.synchronize()
             if self.rank == 0:
-                shutil.rmtree(tmp, ignore_errors=True)
+                _delete(tmp)
 
         def write() -> None:
             dcp.save(staged, storage_writer=_Writer(tmp), process_group=self.group)
@@ -536,8 +551,9 @@ class Checkpoints:
             files = {k: v for part in self._run_on_all_or_raise(digests) for k, v in part.items()}
             self._run_on_all_or_raise(lambda: self._commit(tmp, final, step, metadata, files))
         except Exception as e:
-            if self.rank == 0:
-                shutil.rmtree(tmp, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                if self.rank == 0:
+                    _delete(tmp)
             raise OSError(f"{final}: not written, older checkpoints are kept: {e}") from None
 
     def _commit(self, tmp: Path, final: Path, step: int, metadata: dict, files: dict) -> None:
@@ -558,13 +574,14 @@ class Checkpoints:
             final.rename(old)
         tmp.rename(final)
         _fsync(self.folder)
-        shutil.rmtree(old, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            _delete(old)
         self.corrupt.discard(step)
         good = [s for s in list_steps(self.folder) if s <= step and s not in self.corrupt]
         for path in (checkpoint_path(self.folder, s) for s in {*good[: -self.keep], *self.corrupt}):
             with contextlib.suppress(OSError):  # a failure costs disk space, not the run
                 # if only half deleted, the folder has the name of a leftover
-                shutil.rmtree(path.rename(path.with_suffix(".tmp")))
+                _delete(path.rename(path.with_suffix(".tmp")))
         self.corrupt.clear()
 
     def _clean_up(self) -> None:
@@ -575,7 +592,8 @@ class Checkpoints:
                 if not old.with_suffix("").exists():  # killed between the two renames
                     old.rename(old.with_suffix(""))
             for left in (*self.folder.glob("step-*.old"), *self.folder.glob("step-*.tmp")):
-                shutil.rmtree(left, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    _delete(left)
 
     # -- reading
 

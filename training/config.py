@@ -10,6 +10,7 @@ from __future__ import annotations
 if __name__ == "__main__":
     raise SystemExit("this is a part of train.py; run: python train.py --help")
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -236,13 +237,15 @@ class TrainConfig(Settings):
     def settings(self) -> dict[str, Any]:
         """What a checkpoint stores and --resume restores, as JSON."""
         values = {SAVED_AS.get(name, name): getattr(self, name) for name in (*FIXED, *RESTORED)}
+        values["cwd"] = os.getcwd()  # of relative paths in data
         return {key: str(x.resolve()) if isinstance(x, Path) else x for key, x in values.items()}
 
     def changed_settings(self, run: Mapping[str, Any]) -> list[str]:
         """The FIXED fields that differ from a saved run's. One that the run lacks (saved before the
         field existed) counts only if it is given."""
-        now = self.settings()
-        keys = {name: SAVED_AS.get(name, name) for name in FIXED}
+        now, keys = self.settings(), {name: SAVED_AS.get(name, name) for name in FIXED}
+        now["data"] = absolute_paths(self.data, now["cwd"])
+        run = {**run, "data": absolute_paths(run.get("data"), run.get("cwd", now["cwd"]))}
         known = (n for n, key in keys.items() if key in run or n in self.given)
         return [n for n in known if now[keys[n]] != run.get(keys[n])]
 
@@ -363,6 +366,11 @@ def parse_args(argv: list[str]) -> TrainConfig:
     if not (config.resume or config.export is not None or config.plot):
         check_combinations(config)
     return config
+
+
+def absolute_paths(data: list[str] | None, cwd: str) -> list[str] | None:
+    """--data as given in the working directory `cwd`; weights are kept."""
+    return data and [os.path.normpath(os.path.join(cwd, text)) for text in data]
 
 
 def recompute_bytes(text: str) -> int:

@@ -102,29 +102,52 @@ def _check(condition: Any, message: str) -> None:
 
 
 def read_documents(data: str | None) -> list[Document]:
-    """The documents of --data: a folder of text files, JSONL with "text", or one text file, whose
-    documents are pieces of up to 8192 characters, cut after a line or a word; by default the source
-    of Python's standard library without tests. In a fixed order."""
+    """The documents of --data: JSONL with "text", or one text file, whose documents are pieces of up
+    to 8192 characters, cut after a line or a word, or a folder of JSONL and text files; by default
+    the source of Python's standard library without tests. In a fixed order."""
     return list(stream_documents(data))
 
 
-def stream_documents(data: str | None) -> Iterator[Document]:
-    """read_documents as a generator: a folder is read file by file, JSONL line by line."""
+def stream_documents(
+    data: str | None, left_out: Callable[[str], Any] = lambda what: None
+) -> Iterator[Document]:
+    """read_documents as a generator: a folder is read file by file, JSONL line by line. left_out is
+    called with each file of a folder that is not read, and the reason."""
+    found, reasons, one_file = False, [], data is not None and Path(data).is_file()
+
+    def skip(what: str) -> None:
+        reasons.append(what)
+        left_out(what)
+
+    for name, path in source_files(data, skip):
+        if path.suffix in (".jsonl", ".ndjson"):
+            lines = ((n if one_file else f"{name}:{n}", text) for n, text in _jsonl(path))
+        else:
+            text, why = _read_text(path)
+            if why is not None:
+                skip(f"{name} ({why})")
+            lines = ((name, text),)
+            if one_file:  # split, so that part of a single file can be for validation
+                lines = ((f"{i}", piece) for i, piece in enumerate(_pieces(text)))
+        for document in lines:
+            if document[1].strip():
+                found = True
+                yield document
+    why = f": {list_some(reasons)}" if reasons else ""
+    _check(found, f'--data {data}: holds no text (UTF-8 files, or JSONL lines with "text"){why}')
+
+
+def source_files(
+    data: str | None, left_out: Callable[[str], Any] = lambda what: None
+) -> list[tuple[str, Path]]:
+    """(name, path) of the files of --data, in a fixed order: one, or those of a folder, without
+    hidden ones; None: the standard library's."""
     path = Path(data or sysconfig.get_paths()["stdlib"])
     _check(path.exists(), f"--data {path}: no such file or folder")
-    if path.is_dir():
-        documents = _folder(path, "*.py" if data is None else "*")
-    elif path.suffix in (".jsonl", ".ndjson"):
-        documents = _jsonl(path)
-    else:
-        # so that part of a single file can be for validation
-        documents = ((f"{i}", piece) for i, piece in enumerate(_pieces(_text(path) or "")))
-    found = False
-    for name, text in documents:
-        if text.strip():
-            found = True
-            yield name, text
-    _check(found, f'--data {path}: holds no text (UTF-8 files, or JSONL lines with "text")')
+    if path.is_file():
+        return [(path.name, path)]
+    _check(path.is_dir(), f"--data {path}: neither a file nor a folder; save it as a file first")
+    return list(_folder(path, "*.py" if data is None else "*", left_out))
 
 
 def _pieces(text: str, size: int = 8192) -> Iterator[str]:
@@ -141,24 +164,41 @@ def _pieces(text: str, size: int = 8192) -> Iterator[str]:
         start = end
 
 
-def _text(path: Path) -> str | None:
+def list_some(what: Sequence[str], most: int = 5) -> str:
+    """The first few of a list, and how many more."""
+    more = f" and {len(what) - most} more" if len(what) > most else ""
+    return ", ".join(what[:most]) + more
+
+
+def _read_text(path: Path) -> tuple[str, str | None]:
+    """(the text of a file, None), or ("", why it has none)."""
     try:
         text = path.read_bytes().decode("utf-8")
-    except (UnicodeDecodeError, OSError):
-        return None
-    return None if "\0" in text else text
+    except UnicodeDecodeError as e:
+        return "", f"byte {e.start} is not UTF-8"
+    except OSError as e:
+        return "", e.strerror or str(e)
+    if (at := text.find("\0")) >= 0:
+        return "", f"character {at} is NUL: not text"
+    return text, None
 
 
-def _folder(root: Path, pattern: str) -> Iterator[Document]:
-    skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+def _folder(root: Path, pattern: str, left_out: Callable[[str], Any]) -> Iterator[tuple[str, Path]]:
+    skip, hidden = {"site-packages", "dist-packages", "test", "tests", "idle_test"}, 0
     for path in sorted(root.rglob(pattern)):
         inside = path.relative_to(root)
-        if not path.is_file() or any(p.startswith(".") for p in inside.parts):
+        if pattern == "*.py" and ({*skip, "__pycache__"} & {*inside.parts}):
             continue
-        if pattern == "*.py" and skip & set(inside.parts):
-            continue
-        if (text := _text(path)) is not None:
-            yield inside.as_posix(), text
+        if any(part.startswith(".") for part in inside.parts):
+            hidden += path.is_file()
+        elif path.is_file():
+            yield inside.as_posix(), path
+        elif path.is_symlink():
+            left_out(f"{inside} (a link to {'a folder' if path.is_dir() else 'no file'})")
+        elif not path.is_dir():
+            left_out(f"{inside} (not a regular file)")
+    if hidden:
+        left_out(f"{hidden} hidden files")
 
 
 def json_objects(path: Path, fields: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -169,11 +209,16 @@ def json_objects(path: Path, fields: str) -> Iterator[tuple[str, dict[str, Any]]
             where = f"{path}: line {n}"
             if not line.strip():
                 continue
+            found, why = None, ""
             try:
                 found = _parse_json(line.decode("utf-8-sig"))
-            except (ValueError, RecursionError):  # invalid JSON or Unicode; too deeply nested
-                found = None
-            _check(isinstance(found, dict), f"{where} is not a JSON object with {fields}")
+            except UnicodeDecodeError as e:
+                why = f": byte {e.start} is not UTF-8"
+            except UnicodeEncodeError:
+                why = ": it has half of a surrogate pair (\\ud800 to \\udfff)"
+            except (ValueError, RecursionError) as e:  # invalid JSON; too deeply nested
+                why = f": {getattr(e, 'msg', e)}"
+            _check(isinstance(found, dict), f"{where} is not a JSON object with {fields}{why}")
             yield where, {name: value for name, value in found.items() if value is not None}
 
 
@@ -201,7 +246,31 @@ def _jsonl(path: Path) -> Iterator[Document]:
 
 def is_validation(name: str) -> bool:
     """Whether a document is for validation: one in 16, by a hash of its name."""
-    return hashlib.sha256(name.encode()).digest()[0] < 16
+    return hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[0] < 16
+
+
+def validation_documents(
+    data: str | None, left_out: Callable[[str], Any] = lambda what: None
+) -> list[str]:
+    """The texts of a source that are for validation, by is_validation; if all are (a folder of one
+    file), the last sixteenth of the text."""
+    val, n = [], 0
+    for n, (name, text) in enumerate(stream_documents(data, left_out), 1):
+        if is_validation(name):
+            val.append((name, text))
+    return [text for _, text in val] if len(val) < n else split_documents(val)[1]
+
+
+def training_documents(data: str | None) -> Iterator[Document]:
+    """The other documents of a source, one by one."""
+    found = False
+    for name, text in stream_documents(data):
+        if not is_validation(name):
+            found = True
+            yield name, text
+    if not found:
+        texts = split_documents(list(stream_documents(data)))[0]
+        yield from ((f"part {i}", text) for i, text in enumerate(texts))
 
 
 def split_documents(docs: list[Document]) -> tuple[list[str], list[str]]:
@@ -411,6 +480,8 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
             yield f
             f.flush(), os.fsync(f.fileno())
         os.replace(tmp, path)
+    except OSError as e:
+        raise OSError(f"{path}: cannot be written ({e.strerror or e})") from None
     finally:
         tmp.unlink(missing_ok=True)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 if __name__ == "__main__":
     raise SystemExit("this is a part of train.py; run: python train.py --help")
 
-import hashlib
 import io
 import sys
 import threading
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor
 
 from huggingface.chat_template import load_chat_template
-from huggingface.tokenizer import Tokenizer, load_tokenizer
+from huggingface.tokenizer import Tokenizer, eos_ids, load_tokenizer
 from huggingface.weights import write_atomically
 from model import ModelConfig
 from parallelism.dist_env import DistEnv, rank0_first
@@ -35,13 +34,12 @@ from training import shards
 from training.chats import chat_rows, padding_hint
 from training.config import TrainConfig
 from training.data import BOS, EOS, Delimiters, Messages, document_delimiters, get_batch
-from training.data import is_padding, is_validation, read_conversations, read_documents
-from training.data import read_tokens, split_documents, stream_documents, write_tokens
+from training.data import is_padding, is_validation, list_some, read_conversations, read_tokens
+from training.data import split_documents, stream_documents, training_documents
+from training.data import validation_documents, write_tokens
+from training.run_folder import TOKEN_FILES, TOKENIZERS, checkpoint_files, copy_files, file_hash
+from training.run_folder import folder_hash, read_inputs, record_files, verify_data, verify_files
 
-TOKENIZER_FILES = (
-    "tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "chat_template.jinja",
-)  # fmt: skip
 # Used if --init has no chat template; BOS and EOS are replaced by the names of those of documents
 DEFAULT_CHAT_TEMPLATE = """BOS{% for m in messages %}<{{ m['role'] }}>
 {{ m['content'] }}{{ 'EOS' if m['role'] == 'assistant' else '' }}
@@ -74,20 +72,17 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> bytes:
 
 def prepare_tokenizer(args: TrainConfig, texts: Iterable[str], vocab_size: int) -> None:
     """Write OUT's tokenizer unless --resume finds it: that of --init, or trained on `texts`."""
-    path = args.out / "tokenizer.model"
-    if args.resume and any((args.out / name).exists() for name in TOKENIZER_FILES[:2]):
+    if args.resume and any((args.out / name).exists() for name in TOKENIZERS):
         return
     if args.init is None:
         model = train_tokenizer([*texts], vocab_size)
-        write_atomically(path, lambda tmp: tmp.write_bytes(model))
+        copy_files(None, args.out)
+        write_atomically(args.out / TOKENIZERS[0], lambda tmp: tmp.write_bytes(model))
         return
-    existing = [name for name in TOKENIZER_FILES if (args.init / name).exists()]
-    if not {*TOKENIZER_FILES[:2]} & {*existing}:
-        raise ValueError(f"--init {args.init}: has neither {' nor '.join(TOKENIZER_FILES[:2])}")
-    load_tokenizer(args.init)  # now, not when OUT has its files
-    for name in existing:
-        content = (args.init / name).read_bytes()
-        write_atomically(args.out / name, lambda tmp: tmp.write_bytes(content))
+    if not any((args.init / name).exists() for name in TOKENIZERS):
+        raise ValueError(f"--init {args.init}: has neither {' nor '.join(TOKENIZERS)}")
+    eos_ids(args.init, ())  # ValueError now, not when OUT has its files
+    copy_files(args.init, args.out)
 
 
 def make_encoder(folder: Path, config: ModelConfig) -> Callable[[list[str]], list[list[int]]]:
@@ -114,8 +109,11 @@ class Dataset:
 
 def build_dataset(args: TrainConfig, config: ModelConfig, env: DistEnv) -> Dataset:
     """The data set of --task, and OUT's tokenizer. Collective."""
+    rank0_first(env, lambda: verify_files(args.out) if args.resume else None)
     text = args.task not in ("sft", "dpo", "grpo")  # those read JSONL
-    return (prepare_text if text else prepare_task)(args, config, env)
+    dataset = (prepare_text if text else prepare_task)(args, config, env)
+    rank0_first(env, lambda: None if args.resume else record_files(args.out))
+    return dataset
 
 
 def prepare_text(args: TrainConfig, config: ModelConfig, env: DistEnv) -> Dataset:
@@ -127,8 +125,10 @@ def prepare_text(args: TrainConfig, config: ModelConfig, env: DistEnv) -> Datase
     def write() -> None:
         for failed in args.out.glob(f"data/*/{shards.FAILED}"):  # of an earlier start
             failed.unlink()
-        if not (args.resume and (args.out / "val.tokens").exists()):
+        names = TOKEN_FILES[1:] if args.streamed else TOKEN_FILES
+        if not (args.resume and all((args.out / name).exists() for name in names)):
             write_token_files(args, config, paths)
+            verify_files(args.out)  # with --resume: one was missing, and the data must be the same
 
     rank0_first(env, write)
     validation, B, T = open_tokens(args, "val", "validation"), args.batch_size, args.seq_len
@@ -140,6 +140,8 @@ def prepare_text(args: TrainConfig, config: ModelConfig, env: DistEnv) -> Datase
         rows = lambda step, i: get_batch(tokens, args.seed, step, i, B, T)
         return Dataset(rows, validation, len(tokens), len(tokens))
     folders = {path: args.out / "data" / str(i) for i, path in enumerate(paths)}
+    if args.resume and not all((folder / shards.INDEX).exists() for folder in folders.values()):
+        rank0_first(env, lambda: verify_data(args))  # the rest of it will be tokenized
     if env.rank == 0:
         tokenize = partial(write_shards, args, config, folders)
         threading.Thread(target=tokenize, daemon=True).start() if args.workers else tokenize()
@@ -157,14 +159,16 @@ def prepare_text(args: TrainConfig, config: ModelConfig, env: DistEnv) -> Datase
 def write_token_files(args: TrainConfig, config: ModelConfig, paths: Sequence[str | None]) -> None:
     """Write OUT's tokenizer and validation tokens; training tokens too, unless documents are
     streamed into shards."""
+    left_out: list[str] = []
     if args.streamed:
-        sources = [stream_documents(path) for path in paths]
-        val = [text for docs in sources for name, text in docs if is_validation(name)]
-        train = (text for path in paths for name, text in stream_documents(path)
-                 if not is_validation(name))  # fmt: skip
+        val = [text for path in paths for text in validation_documents(path, left_out.append)]
+        train = (text for path in paths for _, text in training_documents(path))
         val = val or [*islice(train, 1)]
     else:
-        train, val = split_documents(read_documents(paths[0]))
+        train, val = split_documents(list(stream_documents(paths[0], left_out.append)))
+    if left_out:
+        files = list_some(left_out)
+        print(f"--data: left out of the text: {files}", file=sys.stderr)
     prepare_tokenizer(args, train, config.vocab_size)
     make = partial(make_encoder, args.out, config)
     encode, delimiters = make(), read_delimiters(args.out, config)
@@ -181,8 +185,7 @@ def prepare_task(args: TrainConfig, config: ModelConfig, env: DistEnv) -> Datase
     """The data set of --task sft: conversations as rows; for dpo and grpo, which read --data in
     build_objective, only OUT's tokenizer and chat template. Collective."""
     for path in args.data:
-        if not Path(path).is_file():
-            raise ValueError(f"--data {path}: must be a JSONL file with --task {args.task}")
+        check_jsonl(path, args.task)
 
     def write() -> None:
         prepare_tokenizer(args, (), config.vocab_size)
@@ -194,19 +197,38 @@ def prepare_task(args: TrainConfig, config: ModelConfig, env: DistEnv) -> Datase
             write_atomically(path, lambda tmp: tmp.write_text(text, encoding="utf-8"))
 
     rank0_first(env, write)
-    fingerprint = [hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16] for path in args.data]
+    fingerprint = [file_hash(Path(path)) for path in args.data]
     if args.task != "sft":
         return Dataset(None, None, None, fingerprint)
     chats = [chat for path in args.data for chat in read_conversations(Path(path))]
     train, val = train_val_split(chats)
     rest = *load_chat(args.out, config), args.seq_len, args.pack
     rows, validation = chat_rows(train, *rest), chat_rows(val, *rest)
+    for part, numbers, what in ((rows, train, "training"), (validation, val, "validation")):
+        if not len(part):
+            items = list_some([str(n) for n in numbers])
+            raise ValueError(
+                f"--data {' '.join(args.data)}: the chat template leaves nothing to predict in the "
+                f"{what} conversations {items}; give the assistant's turns content"
+            )
     if env.rank == 0 and (hint := padding_hint(rows, "--pack")):
         print(hint, file=sys.stderr)
     stream = shards.Stream([shards.Rows(rows)], [1], args.seed, args.batch_size)
     padding = int(is_padding(rows).sum())
     size = rows[:, 1:].numel() - padding
     return Dataset(stream.rows, validation, size, fingerprint, padding=padding)
+
+
+def check_jsonl(path: str, task: str) -> None:
+    """ValueError unless a --data of --task sft, dpo or grpo is a file."""
+    if Path(path).is_file():
+        return
+    why = "no such file; if it has moved, give --data its new place"
+    if Path(path).exists():
+        why = f"must be a JSONL file with --task {task}, not a folder"
+    elif Path(path.rpartition("=")[0]).is_file():
+        why = f"--task {task} has no weights of sources; give {path.rpartition('=')[0]}"
+    raise ValueError(f"--data {path}: {why}")
 
 
 def train_val_split(items: Sequence[Any]) -> tuple[dict[int, Any], dict[int, Any]]:
@@ -237,7 +259,7 @@ def write_shards(args: TrainConfig, config: ModelConfig, folders: Mapping[Any, P
     make = partial(make_encoder, args.out, config)
     delimiters, T = read_delimiters(args.out, config), args.seq_len
     for i, (path, folder) in enumerate(folders.items()):
-        train = ((n, text) for n, text in stream_documents(path) if not is_validation(n))
+        train = training_documents(path)
         settings = dict(delimiters=delimiters, about=shard_metadata(args, path))
         try:
             shards.tokenize(train, make, folder, T, args.pack, args.workers, **settings)
@@ -250,10 +272,14 @@ def write_shards(args: TrainConfig, config: ModelConfig, folders: Mapping[Any, P
 
 def shard_metadata(args: TrainConfig, path: str | None) -> dict[str, Any]:
     """What the rows of a source depend on: data, tokenizer, row length, packing."""
-    files = [args.out / name for name in TOKENIZER_FILES if not name.endswith(".jinja")]
-    content = b"".join(path.read_bytes() for path in files if path.exists())
-    tokenizer = hashlib.sha256(content).hexdigest()[:16]
-    return {"data": str(path), "tokenizer": tokenizer, "seq_len": args.seq_len, "pack": args.pack}
+    texts = ("chat_template.jinja", "generation_config.json")  # have no effect on rows
+    files = [(p.name, p) for p in checkpoint_files(args.out) if p.name not in texts]
+    data: Any = str(path)  # of older runs
+    if hashes := read_inputs(args.out).get("data"):
+        paths = [source.path for source in shards.parse_sources(args.data or ())] or [None]
+        data = hashes[paths.index(path)][1] if path in paths else [path, hashes]
+    rest = {"seq_len": args.seq_len, "pack": args.pack}
+    return {"data": data, "tokenizer": folder_hash(files), **rest}
 
 
 def read_delimiters(folder: Path, config: ModelConfig) -> Delimiters:

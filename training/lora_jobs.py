@@ -47,12 +47,13 @@ from torch import Tensor, nn
 
 from huggingface.weights import hf_modules
 from model import Attend, ModelConfig, Transformer
-from parallelism.dist_env import DistEnv
+from parallelism.dist_env import DistEnv, rank0_first
 from parallelism.parallel_dims import ParallelDims
 from training.config import TrainConfig
 from training.data import decode, is_padding, json_objects
 from training.dataset import Dataset, build_dataset
 from training.lora import TARGETS, LoRALinear, make_lora_linear, read_adapters, save_adapters
+from training.run_folder import record_data
 from training.step import NextToken, count_targets, validate
 
 
@@ -310,6 +311,7 @@ def build_job_datasets(config: TrainConfig, model_cfg: ModelConfig, env: DistEnv
     for job in jobs:
         own = job.config(config, len(jobs))
         own.out.mkdir(parents=True, exist_ok=True)
+        rank0_first(env, lambda own=own: None if own.resume else record_data(own))
         datasets[job.name] = build_dataset(own, model_cfg, env)
     prints = [{"job": asdict(job), "text": datasets[job.name].fingerprint} for job in jobs]
     size, padding = (sum(getattr(d, x) for d in datasets.values()) for x in ("size", "padding"))

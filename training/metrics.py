@@ -129,8 +129,11 @@ class Metrics:
     def write(self, row: Mapping[str, Any]) -> None:
         is_json = lambda x: not isinstance(x, float) or math.isfinite(x)  # JSON has no NaN, no inf
         values = {name: x if is_json(x) else str(x) for name, x in row.items()}
-        self.file.write(json.dumps(values) + "\n")
-        self.file.flush()
+        try:
+            self.file.write(json.dumps(values) + "\n")
+            self.file.flush()
+        except OSError as e:
+            raise OSError(f"{self.file.name}: cannot be written ({e.strerror})") from None
         for name, value in row.items() if self.board else ():
             if isinstance(value, (int, float)) and name != "step":
                 self.board.add_scalar(name, value, row["step"])

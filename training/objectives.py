@@ -8,6 +8,7 @@ if __name__ == "__main__":
 import sys
 from pathlib import Path
 
+from huggingface.tokenizer import eos_ids
 from huggingface.weights import load_checkpoint
 from model import Transformer
 from parallelism.dist_env import DistEnv
@@ -71,8 +72,9 @@ def build_grpo(config: TrainConfig, model: Transformer, env: DistEnv, layout: Pa
     tasks = map_items("prompt", prompts, task)
     tasks, validation = (list(part.values()) for part in train_val_split(tasks))
     n = config.batch_size // config.num_generations
+    ends = eos_ids(config.out, model.config.eos_ids, tokenizer)  # those of generate.py
     return GRPO(
-        model, make_engine(model, config.seq_len, autocast=env.autocast), tasks,
+        model, make_engine(model, config.seq_len, autocast=env.autocast, eos_ids=ends), tasks,
         load_reward(config.reward), tokenizer.decode, config.seq_len, n,
         layout.samples(n), config.num_generations, config.max_new_tokens, config.seed,
         kl=config.kl, reference=frozen_reference(config, model, env) if config.kl else None,

@@ -20,7 +20,6 @@ if __name__ == "__main__":
     raise SystemExit("this is a part of train.py; run: python train.py --help")
 
 import array
-import fcntl
 import json
 import math
 import re
@@ -29,13 +28,13 @@ import time
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache, partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +42,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from training.data import DELIMITERS, BatchEncode, Delimiters, Document, delimit
 from training.data import open_atomically, pack_rows, read_tokens, window_rows
+from training.writer_lock import has_writer, writer_lock
 
 
 def _check(condition: Any, message: str) -> None:
@@ -54,7 +54,7 @@ def _check(condition: Any, message: str) -> None:
 # Tokenizing into shards
 # --------------------------------------------------------------------------------------------------
 
-ABOUT, INDEX, LOCK, FAILED = "about.json", "index.json", "writer.lock", "failed.txt"
+ABOUT, INDEX, FAILED = "about.json", "index.json", "failed.txt"
 
 
 def tokenize(
@@ -75,7 +75,7 @@ def tokenize(
     own = {"seq_len": seq_len, "pack": pack, "shard_tokens": shard_tokens, "ends": delimiters}
     make_encode = partial(_with_delimiters, make_encode, delimiters)
     about = json.loads(json.dumps({**(about or {}), **own}))
-    with _writer_lock(folder):
+    with writer_lock(folder):
         if _read_json(folder / ABOUT) != about:
             for name in (INDEX, ABOUT, "*.rows"):
                 _remove(folder, name)
@@ -191,9 +191,10 @@ def _with_delimiters(make_encode: Callable[[], BatchEncode], delimiters: Delimit
 
 def _read_json(path: Path) -> dict[str, Any] | None:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError, RecursionError):  # a damaged file is written again
         return None
+    return found if isinstance(found, dict) else None
 
 
 def _write_json(path: Path, value: Any) -> None:
@@ -204,35 +205,6 @@ def _write_json(path: Path, value: Any) -> None:
 def _remove(folder: Path, pattern: str) -> None:
     for path in folder.glob(pattern):
         path.unlink(missing_ok=True)
-
-
-@contextmanager
-def _writer_lock(folder: Path) -> Iterator[None]:
-    """The lock of a folder's only writer; the OS releases it when the process ends or dies."""
-    with open(folder / LOCK, "ab") as f:
-        while not _try_lock(f, fcntl.LOCK_EX):
-            # any number of readers share it for a moment (_has_writer); a writer excludes them
-            _check(_try_lock(f, fcntl.LOCK_SH), f"{folder}: another process is writing it; wait or "
-                   "stop it")  # fmt: skip
-            fcntl.flock(f, fcntl.LOCK_UN)
-            time.sleep(0.01)
-        yield
-
-
-def _has_writer(folder: Path) -> bool:
-    try:
-        with open(folder / LOCK, "rb") as f:
-            return not _try_lock(f, fcntl.LOCK_SH)
-    except FileNotFoundError:
-        return False
-
-
-def _try_lock(file: IO[bytes], kind: int) -> bool:
-    try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-        return True
-    except BlockingIOError:
-        return False
 
 
 # --------------------------------------------------------------------------------------------------
@@ -292,7 +264,7 @@ class Shards:
                 time.sleep(0.02)
                 continue
             checked = now
-            if _has_writer(self.folder):
+            if has_writer(self.folder):
                 since = now
             elif failed.exists() or now - since > self.timeout:
                 why = f"no process is writing it, and it {what}"
@@ -347,6 +319,10 @@ class Shards:
         return range(self.row_offsets[first()], self.row_offsets[last])
 
 
+DECIMAL = re.compile(r"\d+(\.\d*)?|\.\d+", re.ASCII)
+NUMBER = re.compile(r"[-+]?(inf(inity)?|nan|(\d+\.?\d*|\.\d+)(e[-+]?\d+)?)", re.I)
+
+
 @dataclass(frozen=True)
 class Source:
     """A source of samples, and its weight relative to the other sources."""
@@ -357,11 +333,15 @@ class Source:
 
 def parse_sources(given: Sequence[str]) -> list[Source]:
     """Parse --data, such as ["a.jsonl=3", "folder"]: paths, each with a weight after its last "="
-    (default 1). Weights are shares of the samples, independent of the sizes."""
+    (default 1). A path that exists as it is written has no weight. Weights are shares of the
+    samples, independent of the sizes."""
     sources = []
     for text in given:
         path, equals, number = text.rpartition("=")
-        weighted = equals and re.fullmatch(r"\d+(\.\d*)?|\.\d+", number)
+        is_number = equals and NUMBER.fullmatch(number) and not Path(text).exists()
+        weighted = is_number and DECIMAL.fullmatch(number)
+        why = "the weight must be a decimal number above 0, such as 3 or 0.5"
+        _check(weighted or not is_number, f"--data {text}: {why}")
         source = Source(path, Fraction(number)) if weighted else Source(text, Fraction(1))
         _check(source.path, f"--data {text}: no path; write PATH or PATH=WEIGHT")
         _check(source.weight > 0, f"--data {text}: the weight must be greater than 0, or omit it")

@@ -27,12 +27,14 @@ from parallelism.parallel_dims import ParallelDims
 from training.checkpoint import CheckpointInfo, Checkpoints, ShardedTensor, checkpoint_path
 from training.checkpoint import flat_regions, list_steps, read_full_tensors, read_user_metadata
 from training.config import DRAFT_HEAD, FIXED, RESTORED, SAVED_AS, TrainConfig
-from training.config import check_combinations
+from training.config import absolute_paths, check_combinations
 from training.flags import check_limits
 from training.lora import apply_lora_, merge_, save_adapters
 from training.lora_jobs import LoRAJob, apply_lora_jobs_, save_jobs
 from training.optimizers import LossScaler, muon_split
 from training.recovery import Guard
+from training.run_folder import input_hash, read_inputs, verify_init
+from training.shards import parse_sources
 
 CHECKPOINTS = "checkpoints"
 
@@ -201,15 +203,28 @@ def restore_settings(config: TrainConfig) -> None:
             setattr(config, name, run.get(SAVED_AS.get(name, name), getattr(config, name)))
     if config.dtype == "auto":
         config.dtype = run["dtype"]
+    inputs = read_inputs(config.out)
     for name in config.changed_settings(run):
+        if name in inputs and input_hash(config, name) == inputs[name]:
+            continue  # it has moved
         raise ValueError(
             f"{config.shown(name)} {getattr(config, name)} differs from the run's "
             f"{run.get(SAVED_AS.get(name, name))}; omit it, or start a new run in another --out"
         )
+    if "data" not in config.given and config.data:
+        there = absolute_paths(run["data"], run.get("cwd", ""))
+        exists = [Path(source.path).exists() for source in parse_sources(there)]
+        config.data = [new if ok else old for new, old, ok in zip(there, config.data, exists)]
     for name in ("init", "lora_jobs", "memory_checkpoint_dir"):
         setattr(config, name, getattr(config, name) and Path(getattr(config, name)))
     check_limits(config)
     check_combinations(config)
+
+
+def needs_init(config: TrainConfig) -> bool:
+    """Whether a resumed run reads --init: its frozen weights, or those of a reference model."""
+    frozen = config.lora or config.lora_jobs or config.task in ("dpo", "draft-head")
+    return bool(frozen or (config.task == "grpo" and config.kl))
 
 
 def check_output_dir(out: Path, saved: tuple[Path, int, Any] | None) -> None:
@@ -231,18 +246,25 @@ def read_state(out: Path) -> dict[str, Tensor]:
     return read_full_tensors(path)
 
 
-def export(out: Path, to: Path, merged: bool = False, verify: bool = False) -> None:
+def export(
+    out: Path, to: Path, merged: bool = False, verify: bool = False, init: Path | None = None
+) -> None:
     """Export the newest checkpoint of OUT as a Hugging Face folder, in bf16 except buffers (expert
-    biases). With --lora: the adapters in PEFT's format or, if `merged`, the merged model. verify:
-    skip checkpoints with a changed byte; one process only."""
+    biases). With --lora: the adapters in PEFT's format or, if `merged`, the merged model; the other
+    of the two is removed. verify: skip checkpoints with a changed byte; one process only. init:
+    where the run's --init is now. OUT is only read, unless it is `to`."""
     found = saved_run(out)
     if found is None:
         raise ValueError(f"--export: {out / CHECKPOINTS} has no checkpoint; nothing was saved yet")
     path, _, metadata = found
     if verify:
-        good = Checkpoints(out / CHECKPOINTS).newest()
+        good = Checkpoints(out / CHECKPOINTS, read_only=True).newest()
         path, metadata = good.path, good.metadata
     run = metadata["run"]
+    if run.get("lora_jobs") or run.get("lora"):
+        moved = TrainConfig(out=out, init=Path(init or run["init"]))
+        verify_init(moved)
+        run = run | {"init": str(moved.init.resolve())}
     if run.get("lora_jobs"):
         jobs = [LoRAJob(**data["job"] | {"adapter": None}) for data in metadata["text"]]
         model = load_with_adapters(path, run["init"], lambda base: apply_lora_jobs_(base, jobs))
@@ -251,14 +273,23 @@ def export(out: Path, to: Path, merged: bool = False, verify: bool = False) -> N
         shape = run["lora"], run["lora_alpha"] or 2 * run["lora"]
         model = load_with_adapters(path, run["init"], lambda base: apply_lora_(base, *shape))
         if merged:
-            save_bf16(merge_(model).config, named_tensors(model), to)
+            config = ModelConfig.from_hf(metadata["config"])
+            save_bf16(config, named_tensors(merge_(model)), to)
+            remove_weights(to, "adapter_*")
         else:
+            remove_weights(to, "model*.safetensors*", "config.json")
             save_adapters(model, to, run["init"], rename=hf_modules(model).__getitem__)
     else:
         config = ModelConfig.from_hf(metadata["config"])
         with torch.device("meta"):
             names = named_tensors(Transformer(config))
         save_bf16(config, read_weights(path, names), to)
+
+
+def remove_weights(folder: Path, *patterns: str) -> None:
+    """Remove an earlier export in the other format: a folder with both is neither."""
+    for path in (path for pattern in patterns for path in folder.glob(pattern)):
+        path.unlink()
 
 
 def load_with_adapters(path: Path, init: str, adapt: Callable[[Transformer], Any]) -> Transformer:

@@ -213,11 +213,11 @@ def _cast_weights_once(model: nn.Module) -> Iterator[None]:
 
 def make_engine(
     model: Any, seq_len: int, *, max_num_seqs: int = 64,
-    autocast: Callable[[], Any] = contextlib.nullcontext,
+    autocast: Callable[[], Any] = contextlib.nullcontext, eos_ids: Sequence[int] | None = None,
 ) -> Engine:  # fmt: skip
     """An Engine on the model in training (not its torch.compile wrapper), for max_num_seqs
     completions at once, of up to seq_len + 1 tokens with their prompts. autocast: that of training;
-    the cache has its dtype.
+    the cache has its dtype. eos_ids: None for those of model.config.
 
     Without CUDA graphs: under autocast they would keep weights cast at capture time. ValueError for
     sharded parameters: ranks sample different numbers of tokens and cannot all-gather weights."""
@@ -230,6 +230,7 @@ def make_engine(
         engine = Engine(
             model, num_blocks=size[0], block_size=size[1], max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max(512, max_num_seqs), static=False, sampler=sampler,
+            eos_ids=eos_ids,
         )  # fmt: skip
     with autocast():
         if torch.is_autocast_enabled(device.type):

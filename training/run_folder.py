@@ -1,0 +1,182 @@
+"""The folder of a run, OUT: its one writer, what it takes from --init, and what it was made from.
+
+Three rules keep a folder from mixing two runs:
+
+- One process writes a folder at a time (writer_lock.py). Readers (--export DIR, --init of another
+  run) take no lock and write nothing into it.
+- A start takes all of CHECKPOINT_FILES from --init, or none: what an earlier start has left is
+  removed, so that no tokenizer, template or EOS of another model is used (`copy_files`).
+- Inputs are known by their content, not by their path. `inputs.json` has the sha256 of what --init,
+  --model, --data, --lora-jobs and --reward refer to: a resumed run may be given them at another
+  place. It also has those of the tokenizer and token files in OUT, in which a changed byte would
+  train on other text (`verify_files`).
+
+Cost: each input is read once more when a run starts, some seconds per 10 GB, and the base model of
+adapters at each resume. Part of train.py.
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    raise SystemExit("this is a part of train.py; run: python train.py --help")
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from huggingface.weights import write_atomically
+from model import CONFIGS
+from training.config import TrainConfig
+from training.data import source_files
+from training.shards import parse_sources
+
+INPUTS = "inputs.json"
+TOKENIZERS = "tokenizer.model", "tokenizer.json"
+CHECKPOINT_FILES = (  # what a checkpoint folder has beside config.json and weights
+    *TOKENIZERS, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "generation_config.json", "chat_template.jinja",
+)  # fmt: skip
+PATH_SETTINGS = "data", "init", "lora_jobs", "model", "reward"  # settings that refer to files
+MORE_TEMPLATES = "additional_chat_templates/*.jinja"
+TOKEN_FILES = "train.tokens", "val.tokens"
+
+
+# --------------------------------------------------------------------------------------------------
+# Files of a checkpoint folder
+# --------------------------------------------------------------------------------------------------
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    """Those of CHECKPOINT_FILES that the folder has; a link to no file too, which is an error."""
+    literal = [folder / name for name in CHECKPOINT_FILES if os.path.lexists(folder / name)]
+    return literal + sorted(folder.glob(MORE_TEMPLATES))
+
+
+def copy_files(source: Path | None, to: Path) -> None:
+    """Make CHECKPOINT_FILES of `to` those of `source`: all that it has, and no others. None: remove
+    them. OSError names the file."""
+    for old in checkpoint_files(to):
+        old.unlink()
+    for path in checkpoint_files(source) if source else ():
+        content, target = path.read_bytes(), to / path.relative_to(source)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(target, lambda tmp, content=content: tmp.write_bytes(content))
+
+
+def check_new_folder(flag: str, to: Path) -> None:
+    """ValueError if a folder that a flag names holds something already."""
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise ValueError(f"{flag} {to}: exists and is not an empty folder; name another")
+
+
+# --------------------------------------------------------------------------------------------------
+# What a run was made from
+# --------------------------------------------------------------------------------------------------
+
+
+def file_hash(path: Path) -> str:
+    """The first 16 digits of a file's sha256."""
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()[:16]
+
+
+def folder_hash(files: Iterable[tuple[str, Path]]) -> str:
+    """A hash of the names and contents of (name, path)."""
+    text = "".join(f"{name}\n{file_hash(path)}\n" for name, path in files)
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+
+
+def input_hash(config: TrainConfig, name: str) -> Any:
+    """The content that a setting refers to, wherever it lies: data (with weights), init, lora_jobs,
+    model or reward. ValueError if it does not exist."""
+    value = getattr(config, name)
+    if name == "data":
+        sources = parse_sources(value) if value else [None]
+        weights = [str(s.weight) if s else "1" for s in sources]
+        files = [source_files(s.path if s else None) for s in sources]
+        return [[weight, folder_hash(part)] for weight, part in zip(weights, files)]
+    if value is None or (name == "model" and (config.init or value in CONFIGS)):
+        return value
+    path, _, function = str(value).partition(":") if name == "reward" else (value, "", "")
+    path = Path(path)
+    if name == "reward" and path.suffix != ".py":
+        return value
+    if name != "init" and not path.is_file():
+        raise ValueError(f"{config.shown(name)} {path}: no such file")
+    if name != "init":
+        return [file_hash(path), function]
+    if not path.is_dir():
+        raise ValueError(f"--init {path}: no such folder")
+    weights = [*path.glob("*.safetensors"), *path.glob("*.safetensors.index.json")]
+    return folder_hash((file.name, file) for file in sorted([path / "config.json", *weights]))
+
+
+def record_inputs(config: TrainConfig) -> None:
+    """Begin OUT/inputs.json: the content of each input. CHECKPOINT_FILES of OUT are removed."""
+    copy_files(None, config.out)
+    names = ("init", "lora_jobs", "model", "reward") if config.lora_jobs else PATH_SETTINGS
+    _write(config.out, {name: input_hash(config, name) for name in names})
+
+
+def record_data(config: TrainConfig) -> None:
+    """The same of one of --lora-jobs, in its own folder: of its data alone."""
+    copy_files(None, config.out)
+    _write(config.out, {"data": input_hash(config, "data")})
+
+
+def record_files(out: Path) -> None:
+    """Add the hashes of OUT's tokenizer and tokens, now complete, to OUT/inputs.json."""
+    paths = [*checkpoint_files(out), *(out / name for name in TOKEN_FILES)]
+    hashes = {str(p.relative_to(out)): file_hash(p) for p in paths if p.exists()}
+    _write(out, read_inputs(out) | {"files": hashes})
+
+
+def _write(out: Path, values: dict[str, Any]) -> None:
+    write_atomically(out / INPUTS, lambda tmp: tmp.write_text(json.dumps(values, indent=1)))
+
+
+def read_inputs(out: Path) -> dict[str, Any]:
+    """OUT/inputs.json; {} if the run is older than this file, or the file is damaged."""
+    try:
+        values = json.loads((out / INPUTS).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def verify_files(out: Path) -> None:
+    """ValueError for a tokenizer or token file of OUT that is not as the run wrote it."""
+    for name, before in read_inputs(out).get("files", {}).items():
+        path = out / name
+        if path.exists() and file_hash(path) != before:
+            raise ValueError(
+                f"{path}: has changed since the run began; restore it, or start a new run in "
+                "another --out"
+            )
+
+
+def verify_init(config: TrainConfig) -> None:
+    """ValueError if the model of --init, which the run still needs, has moved or changed."""
+    if not config.init.is_dir():
+        raise ValueError(
+            f"--init {config.init}: no such folder; if it has moved, give --init its new place"
+        )
+    before = read_inputs(config.out).get("init")
+    if before is not None and input_hash(config, "init") != before:
+        raise ValueError(
+            f"--init {config.init}: its config.json or weights have changed since the run began; "
+            "restore them, or start a new run in another --out"
+        )
+
+
+def verify_data(config: TrainConfig) -> None:
+    """ValueError if --data, of which the run still needs a part, has moved or changed."""
+    before = read_inputs(config.out).get("data")
+    if before is not None and input_hash(config, "data") != before:
+        raise ValueError(
+            f"--data {' '.join(config.data or ())}: has changed since the run began; restore it, "
+            "or start a new run in another --out"
+        )

@@ -1,0 +1,74 @@
+"""The lock of a folder that one process at a time may write: a run, or shards of rows.
+
+The lock file names its process. The OS releases the lock when that process ends, also by kill -9,
+so that no stale lock remains. Readers need no lock. Part of train.py. Needs POSIX locks (flock); on
+a file system without them there is a warning, and no protection.
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    raise SystemExit("this is a part of train.py; run: python train.py --help")
+
+import errno
+import fcntl
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+LOCK = "writer.lock"
+NO_LOCKS = errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP
+
+
+@contextmanager
+def writer_lock(folder: Path) -> Iterator[None]:
+    """The lock of a folder's only writer. ValueError, with that process, if there is another."""
+    with open(folder / LOCK, "a+", encoding="utf-8") as f:
+        try:
+            _lock(f)
+        except OSError as e:
+            if e.errno not in NO_LOCKS:
+                raise
+            print(
+                f"{f.name}: this file system has no locks: start no other run in this folder",
+                file=sys.stderr,
+            )
+        f.truncate(0)
+        f.write(f"pid {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}\n")
+        f.flush()
+        yield
+
+
+def _lock(file: IO[str]) -> None:
+    while not _try_lock(file, fcntl.LOCK_EX):
+        # any number of readers share it for a moment (has_writer); a writer excludes them
+        if not _try_lock(file, fcntl.LOCK_SH):
+            file.seek(0)
+            raise ValueError(
+                f"{Path(file.name).parent}: another process is writing it "
+                f"({file.read(200).strip()}); wait, stop it, or choose another folder"
+            )
+        fcntl.flock(file, fcntl.LOCK_UN)
+        time.sleep(0.01)
+
+
+def has_writer(folder: Path) -> bool:
+    """Whether a process holds the folder's writer_lock."""
+    try:
+        with open(folder / LOCK, "rb") as f:
+            return not _try_lock(f, fcntl.LOCK_SH)
+    except FileNotFoundError:
+        return False
+
+
+def _try_lock(file: IO[Any], kind: int) -> bool:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
