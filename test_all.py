@@ -176,7 +176,7 @@ from training import dataset as TX, draft_head as DH, lora as LO, lora_jobs as L
 from training import offload as OF, optimizers as OP, python_text as PT, recompute as RC
 from training import recovery as RE, shards as SHARDS, state as SD, step as STEP
 from training import token_windows as TW, trials as TRIALS, tuning as TU, watchdog as WD
-from training import writer_lock as WL
+from training import run_folder as RF, writer_lock as WL
 
 import torch._dynamo  # torch would import it lazily: here once, before any fork
 import torch.distributed.checkpoint._fsspec_filesystem  # noqa: F401, likewise
@@ -20993,10 +20993,10 @@ def test_data_readers_of_later_sources_hear_of_a_failed_writer(tmp_path, monkeyp
         raise ValueError("no space")
 
     monkeypatch.setattr(SHARDS, "tokenize", fail)
-    (tmp_path / "tokenizer.model").touch()
+    shutil.copy(SMALL / "tokenizer.model", tmp_path)
     args = SimpleNamespace(out=tmp_path, seq_len=8, pack=False, workers=2)
     with pytest.raises(ValueError, match="no space"):
-        TX.write_shards(args, tiny(), {"a": tmp_path / "0", "b": tmp_path / "1"})
+        TX.write_shards(args, tiny(vocab_size=4096), {"a": tmp_path / "0", "b": tmp_path / "1"})
     with pytest.raises(ValueError, match="its writer failed: no space"):
         SHARDS.Shards(tmp_path / "1", timeout=1e9)
 
@@ -34383,6 +34383,10 @@ TRAIN_BAD = {  # flags -> words of the error, separated by "|"
     "--task grpo --init {plain} --data {prompts} --set max_new_tokens=999": "999|--seq-len",
     "--task dpo --init {plain} --data {folder}/empty.txt": "empty.txt|no pairs",
     "--task sft --init {plain} --data {folder}": "--data|JSONL",
+    "--task sft --init {plain} --data {folder}/none.jsonl": "none.jsonl|no such file",
+    "--task sft --init {plain} --data {chats}=3": "no weights",
+    "--data {corpus}=-1": "decimal number above 0",
+    "--out {plain} --export {plain}/checkpoints": "--export|not an empty folder",
     "--diloco 3 --diloco-rendezvous x --steps 8": "--steps 8|--diloco 3",
     "--diloco 2 --diloco-rendezvous x --set outer_momentum=1": "--set outer_momentum",
     "--diloco 2 --diloco-rendezvous x --diloco-worker 1": "--diloco-worker|0 to 0",
@@ -38061,6 +38065,159 @@ def test_train_scale_changed_data_is_refused(train_runs, tmp_path, capsys):
         assert T.main(argv) == 2
         error = capsys.readouterr().err
         assert words in error.splitlines()[-1] and "Traceback" not in error, error
+
+
+# ---- the folder of a run ----
+
+
+def test_train_scale_a_folder_has_one_writer(train_runs, tmp_path, monkeypatch, capsys):
+    """A start, --resume and --export into a run that another process writes are refused; a reader
+    beside it exports, and leaves its temporary files."""
+    monkeypatch.setattr(WL, "time", SimpleNamespace(sleep=lambda s: None, strftime=time.strftime))
+    out = train_runs.copy("plain", tmp_path / "out")
+    saving = out / SD.CHECKPOINTS / "step-00000009.tmp"
+    saving.mkdir()
+    with WL.writer_lock(out):
+        for flags in (["--resume"], ["--export"]):
+            assert train_main("--out", out, *flags) == 2
+            assert f"pid {os.getpid()}" in capsys.readouterr().err
+        trained("--out", out, "--export", tmp_path / "folder")
+    assert saving.exists() and (tmp_path / "folder" / "model.safetensors").exists()
+    assert train_main("--out", out, "--export", tmp_path / "folder") == 2
+    assert "not an empty folder" in capsys.readouterr().err
+    resume(out, "--steps", 9)
+    assert not saving.exists()
+
+
+def test_train_scale_a_start_takes_all_files_of_init_and_no_others(train_runs, tmp_path):
+    """What an earlier start has left is gone; EOS and templates come along, and the rollouts of
+    GRPO end at any of those EOS."""
+    init = train_runs.copy("sft", tmp_path / "init")
+    every = {"eos_token_id": list(range(4096))}
+    (init / "generation_config.json").write_text(json.dumps(every))
+    (init / "additional_chat_templates").mkdir()
+    (init / "additional_chat_templates" / "tool_use.jinja").write_text("x")
+    (out := tmp_path / "out").mkdir()
+    for name in ("tokenizer.json", "added_tokens.json", "special_tokens_map.json"):
+        (out / name).write_text("stale")
+    flags = TRAIN_RUNS["grpo"].replace("{sft}", str(init)).replace("--steps 4", "--steps 1")
+    rows = metrics(train_runs.run(flags, out))
+    assert (rows[0]["completion_length"], rows[0]["truncated"]) == (1.0, 0.0)
+    files = lambda folder: {
+        p.relative_to(folder): p.read_bytes() for p in RF.checkpoint_files(folder)
+    }
+    assert files(out) == files(init) and len(files(out)) > 3
+
+
+def test_train_scale_inputs_may_move_but_not_change(train_runs, tmp_path, capsys):
+    """A run whose --init, --data and working directory are elsewhere resumes with the bits of the
+    undisturbed one, and exports; other content at the new place is refused."""
+    before, after = tmp_path / "before", tmp_path / "after"
+    shutil.copytree(train_runs["plain"], before / "m")
+    shutil.copy(train_runs["chats"], before / "c.jsonl")
+    flags = f"--init {before}/m --task sft --lora 2 --data {before}/c.jsonl"
+    whole = train_runs.run(flags, tmp_path / "whole")
+    interrupt(train_runs.argv(flags, before / "out"), before / "out", 3)
+    before.rename(after)
+    out, new = after / "out", ("--init", after / "m", "--data", after / "c.jsonl")
+    for given, words in ((), "--init its new place"), (new[:2], "--data its new place"):
+        assert train_main("--out", out, "--resume", *given) == 2
+        assert words in capsys.readouterr().err
+    trained("--out", out, "--export", tmp_path / "export", "--init", after / "m")
+    other = ("--init", train_runs["sft"]), ("--data", train_runs["pairs"])
+    for given in other:
+        assert train_main("--out", out, "--resume", *new, *given) == 2
+        assert f"{given[0]} " in capsys.readouterr().err
+    resume(out, *new)
+    assert_same_training(out, whole)
+    weights = load_file(after / "m" / "model.safetensors")
+    save_file({k: x + 1 for k, x in weights.items()}, after / "m" / "model.safetensors")
+    assert train_main("--out", out, "--resume", "--steps", 9) == 2
+    assert "weights have changed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["train.tokens", "val.tokens", "tokenizer.model"])
+def test_train_scale_a_changed_byte_of_the_tokens_is_refused(name, train_runs, tmp_path, capsys):
+    out = train_runs.copy("plain", tmp_path / "out")
+    flip_byte(out / name, 99)
+    assert train_main("--out", out, "--resume", "--steps", 9) == 2
+    assert f"{name}: has changed" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_train_scale_the_context_is_that_of_the_rows(train_runs, tmp_path):
+    """--seq-len beyond the context of --init is in config.json; what extends the context already,
+    and dynamic NTK, whose frequencies depend on it, stay."""
+    config = HF.read_config(train_runs["plain"] / "config.json")
+    flags = f"--init {{plain}} --steps 1 --seq-len {config.max_seq_len + 9} --batch-size 1"
+    out = train_runs.run(flags + " --micro-batch-size 1", tmp_path / "out")
+    assert HF.read_config(out / "config.json").max_seq_len == config.max_seq_len + 9
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    for rope in (yarn, {"rope_type": "dynamic", "factor": 2.0}):
+        scaled = replace(config, max_seq_len=32, rope_scaling=rope)
+        assert BUILD.with_context(scaled, 64) == scaled
+
+
+def test_train_scale_a_failed_validation_costs_no_step(train_runs, tmp_path, monkeypatch, capsys):
+    """The state is saved before the error, and the resumed run has the bits of the whole one; so
+    with a batch that cannot be made."""
+    for method in ("validate", "batch"):
+        calls, real = itertools.count(1), getattr(STEP.NextToken, method)
+
+        def fail(*args, real=real, calls=calls, stop=2 if method == "validate" else 7):
+            if next(calls) == stop:
+                raise ValueError("a reward failed")
+            return real(*args)
+
+        out = tmp_path / method
+        with monkeypatch.context() as patch:
+            patch.setattr(STEP.NextToken, method, fail)
+            train_runs.run("--eval-every 3 --save-every 5", out, 2)
+        assert "a reward failed" in capsys.readouterr().err.splitlines()[-1]
+        assert saved_steps(out) == [5, 6]
+        resume(out)
+        whole = train_runs.finished("--eval-every 3 --save-every 5")
+        assert bitwise_equal(SD.read_state(out), SD.read_state(whole))
+
+
+def test_train_scale_says_so_if_nothing_was_saved(train_runs, tmp_path, capsys):
+    """A model of NaN: there is no checkpoint to resume from."""
+    init = train_runs.copy("plain", tmp_path / "init")
+    weights = load_file(init / "model.safetensors")
+    save_file({k: x * math.nan for k, x in weights.items()}, init / "model.safetensors")
+    train_runs.run(f"--init {init} --set max_skipped_batches=2", tmp_path / "out", 2)
+    assert "nothing was saved yet" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_train_scale_odd_folders_are_read_or_refused(seed, train_runs, tmp_path, capsys):
+    """--data and --init with files that are missing, empty, cut, of other types or too deep: a run,
+    or one line that names one of them."""
+    rng = random.Random(seed)
+    data, init = tmp_path / "data", train_runs.copy("sft", tmp_path / "init")
+    shutil.rmtree(init / SD.CHECKPOINTS)
+    data.mkdir()
+    text = b"the cat sat on a mat and saw the dog. " * 99
+    odd = [b"", b"[" * 99_999, b"\xff\xfe" + text, text + b"\xe9", text + b"\0", b'"x"', b"5", text]
+    for name in ("a.txt", "b.jsonl", "c.json", "d"):
+        (data / name).write_bytes(rng.choice([*odd, text, text]))
+    if rng.random() < 0.5:
+        (data / "b.jsonl").write_text(rng.choice(['{"text": "fine"}\n', '{"text": 5}', "{}"]))
+    for path in rng.sample(sorted(p for p in init.iterdir() if p.is_file()), seed % 3):
+        content = path.read_bytes()
+        path.unlink()
+        damage = rng.choice([None, "link", "folder", content[: len(content) // 2], *odd])
+        if damage == "link":
+            path.symlink_to(tmp_path / "none")
+        elif damage == "folder":
+            path.mkdir()
+        elif damage is not None:
+            path.write_bytes(damage)
+    argv = train_runs.argv(f"--init {init} --data {data} --steps 1", tmp_path / "out")
+    code = train_main(*argv)
+    error = [x for x in capsys.readouterr().err.splitlines() if x.startswith("train.py: error")]
+    assert (code, len(error)) in ((0, 0), (2, 1))
+    names = "init data out".split()
+    assert not error or any(str(tmp_path / name) in error[0] for name in names), error
 
 
 @pytest.mark.parametrize("written", [True, False])

@@ -292,5 +292,6 @@ def open_tokens(args: TrainConfig, name: str, what: str) -> Tensor:
     tokens = read_tokens(args.out / f"{name}.tokens")
     if len(tokens) < args.seq_len + 1:
         few = f"{len(tokens)} {what} tokens are too few for --seq-len {args.seq_len}"
-        raise ValueError(f"--data: {few}; give more text, or reduce --seq-len")
+        given = " ".join(("--data", *(args.data or ())))
+        raise ValueError(f"{given}: {few}; give more text, or reduce --seq-len")
     return tokens
