@@ -20930,13 +20930,14 @@ def test_data_readers_do_not_keep_a_writer_out(tmp_path, monkeypatch):
 
     clock = SimpleNamespace(sleep=sleep, monotonic=lambda: math.fsum(sleeps))
     monkeypatch.setattr(SHARDS, "time", clock)
+    monkeypatch.setattr(WL, "time", SimpleNamespace(sleep=sleep, strftime=time.strftime))
     assert data_write(tmp_path, data_texts(20))["documents"] == 20 and len(sleeps) >= 100
     with open(tmp_path / "writer.lock", "rb") as writer:
         fcntl.flock(writer, fcntl.LOCK_EX)
         with pytest.raises(ValueError, match="another process is writing"):
             data_write(tmp_path, data_texts(20))
     reader = SHARDS.Shards(tmp_path)
-    monkeypatch.setattr(SHARDS, "_has_writer", lambda folder: looks.append(folder) or True)
+    monkeypatch.setattr(SHARDS, "has_writer", lambda folder: looks.append(folder) or True)
     sleeps.clear()
     reader._wait(lambda: len(sleeps) == 500)  # 10 seconds
     assert len(looks) == 10
