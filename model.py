@@ -1219,9 +1219,10 @@ HF_IGNORED = set(
     "return_dict chunk_size_feed_forward is_encoder_decoder id2label label2id problem_type "
     "_attn_implementation _attn_implementation_autoset attn_implementation use_flash_attn "
     "_flash_attn_2_enabled experts_implementation _experts_implementation is_llama_config "
-    "auto_map unsloth_version unsloth_fixed tokenizer_class task_specific_params max_sequence_length max_window_layers head_dim "
-    "output_router_logits router_aux_loss_coef aux_loss_alpha seq_aux ep_size qk_head_dim "
-    "transformers.js_config "  # below: generation settings that transformers 4 writes
+    "auto_map unsloth_version unsloth_fixed tokenizer_class task_specific_params "
+    "max_sequence_length max_window_layers head_dim output_router_logits router_aux_loss_coef "
+    "aux_loss_alpha seq_aux ep_size qk_head_dim transformers.js_config "
+    # generation settings that transformers 4 writes
     "max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups "
     "diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty "
     "no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences "
