@@ -1358,10 +1358,6 @@ FAMILIES = {  # name: (transformers' config class, changes of SHAPE)
     "llama-llama3": ("Llama", rope("llama3", **LLAMA3)),
     "llama-yarn": ("Llama", rope("yarn", **YARN)),
     "llama-yarn-options": ("Llama", rope("yarn", **YARN_256, **YARN_OPTIONS) | WIDE),
-    "llama-yarn-outer-length": (  # the number outside counts
-        "Llama",
-        rope("yarn", **YARN) | dict(original_max_position_embeddings=24),
-    ),
     "llama-yarn-attention-factor": ("Llama", rope("yarn", **YARN_256, attention_factor=0.8) | WIDE),
     "mistral": ("Mistral", dict(sliding_window=9)),
     "mistral-no-window": ("Mistral", dict(sliding_window=None)),
@@ -1694,6 +1690,11 @@ def test_config_fields_of_attention_kernels_and_aliases():
     hf = LLAMA_HF | dict.fromkeys(kernels, "eager") | {"dtype": "bfloat16"}
     hf |= dict(_flash_attn_2_enabled=True, use_flash_attn=True, original_max_position_embeddings=9)
     assert M.ModelConfig.from_hf(hf) == tiny()
+    hf = LLAMA_HF | rope("yarn", **YARN) | dict(original_max_position_embeddings=24)
+    scaled = M.ModelConfig.from_hf(hf | {"rope_scaling": None})
+    reference = transformers().LlamaForCausalLM(transformers().LlamaConfig(**hf)).model.rotary_emb
+    close(M.rope_frequencies(scaled, torch.zeros(1)), reference.inv_freq, 1e-6)
+    assert scaled.rope_scaling["original_max_position_embeddings"] == 24  # the number outside
     config = latent()
     kimi = M.ModelConfig.from_hf(config.to_hf() | {"model_type": "kimi_k2"})
     assert kimi == config and config.family == "deepseek_v3"
@@ -20418,8 +20419,8 @@ def test_gguf_of_every_type(tmp_path):
 
     kinds = gguf.GGMLQuantizationType
     exact = {kinds.F32, kinds.F16}  # whose bytes the package takes for values
-    known = [kind for kind in gguf.quants._type_traits if kind.name in GF.TYPES]
-    assert len(known) == len(GF.TYPES) - len(exact) > 20
+    known = [*gguf.quants._type_traits]
+    assert {kind.name for kind in (*known, *exact)} == {*GF.TYPES} and len(known) > 20
     with np.errstate(all="ignore"):  # some of the random scales are infinite
         tensors = GF.Header(write(tmp_path / "all.gguf", known)).tensors
         for name, tensor in tensors.items():
