@@ -193,25 +193,23 @@ def _counts(ids: Tensor, n_experts: int) -> Tensor:
     return zeros.scatter_add_(-1, index, torch.ones_like(index))[..., :n_experts]
 
 
-def balance_loss(
-    probs: Tensor, ids: Tensor, counts: Tensor | None = None, *, reduction: str = "mean"
-) -> Tensor:
+def balance_loss(probs: Tensor, ids: Tensor, counts: Tensor | None = None) -> Tensor:
     """Load-balancing loss: sum_e f_e P_e, with f_e the slots of expert e over the mean and P_e its
     mean probability. 1 if balanced, at most E. f has no gradient; the gradient of P lowers the
     probability of overloaded experts.
 
-    probs (..., N, E), ids (..., N, K); leading dims are averaged over, or kept with reduction
-    "none". Tokens whose ids are all -1 are padding and do not count, as with the attention_mask of
-    transformers' load_balancing_loss_func (K times this). (N, E) is the loss of GShard and Switch (arXiv:2101.03961, eq. 4), (B, T, E) DeepSeek's sequence-wise one (arXiv:2412.19437,
-    eq. 17). counts (..., E): slots to use for f, of all ranks or of the global batch, instead of
+    probs (..., N, E), ids (..., N, K); leading dims are averaged over. Tokens whose ids are all -1
+    are padding and do not count, as with the attention_mask of transformers'
+    load_balancing_loss_func (K times this). (N, E) is the loss of GShard and Switch
+    (arXiv:2101.03961, eq. 4), (B, T, E) DeepSeek's sequence-wise one (arXiv:2412.19437, eq. 17).
+    counts (..., E): slots to use for f, of all ranks or of the global batch, instead of
     those of `ids`: experts may then specialize within a micro-batch (arXiv:2501.11873).
     """
     E, real = probs.shape[-1], (ids >= 0).any(-1)
     counts = _counts(ids.flatten(-2), E) if counts is None else counts
     f = counts.float() * E / counts.sum(-1, keepdim=True).clamp(min=1)
     mean_probs = (probs.float() * real[..., None]).sum(-2) / real.sum(-1, keepdim=True).clamp(min=1)
-    losses = (f * mean_probs).sum(-1)
-    return losses if reduction == "none" else losses.mean()
+    return (f * mean_probs).sum(-1).mean()
 
 
 def z_loss(logits: Tensor, ids: Tensor | None = None) -> Tensor:

@@ -22,8 +22,8 @@ from parallelism.rank_env import end_with_torchrun, rank_env, rendezvous_errors
 from training.config import TrainConfig
 from training.recovery import fresh_store
 
-# of collectives in which ranks wait for the work of others, for as long as these live: gloo fails at
-# once when the socket of a process that has ended closes
+# of collectives in which ranks wait for the work of others, for as long as these live: gloo fails
+# at once when the socket of a process that has ended closes
 NO_TIMEOUT = timedelta(days=9999)
 
 
@@ -73,8 +73,8 @@ def init_distributed(args: TrainConfig) -> DistEnv:
 
 
 def set_collective_timeout(timeout: timedelta) -> None:
-    """Set the timeout of all process groups made so far. One by one, as in torchtitan: groups do not
-    inherit the timeout of init_process_group."""
+    """Set the timeout of all process groups made so far. One by one, as in torchtitan: groups do
+    not inherit the timeout of init_process_group."""
     for group in dist.distributed_c10d._world.pg_map:
         dist.distributed_c10d._set_pg_timeout(timeout, group)
 

@@ -240,12 +240,12 @@ def read_user_metadata(path: Path) -> tuple[int, dict[str, Any]]:
     return manifest["step"], manifest["about"]
 
 
-# What .metadata is made of: data without methods that run others' code. Not BytesStorageMetadata: it
-# makes DCP unpickle whole objects, and a state here has tensors alone.
+# What .metadata is made of: data without methods that run others' code. Not BytesStorageMetadata:
+# it makes DCP unpickle whole objects, and a state here has tensors alone.
 METADATA_CLASSES = {
     (M.__name__, name)
-    for name in "Metadata TensorStorageMetadata TensorProperties ChunkStorageMetadata MetadataIndex "
-    "StorageMeta _MEM_FORMAT_ENCODING".split()
+    for name in "Metadata TensorStorageMetadata TensorProperties ChunkStorageMetadata "
+    "MetadataIndex StorageMeta _MEM_FORMAT_ENCODING".split()
 } | {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch", "Size"),
     ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"),

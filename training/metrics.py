@@ -6,9 +6,9 @@
 
 A row of metrics.jsonl is one step, over all ranks, the same under every parallelism: `loss` and
 `val_loss` in nats per target token (dpo: per pair; `loss` includes output_z_loss), `grad_norm` of
-the whole gradient before clipping, `tokens_per_second` without padding, `mfu` if the device's peak is
-known, `data_wait` in seconds of the slowest rank. Steps with validation add `peak_memory` in bytes of the
-rank with the most, and `comm_wait`, the share of time since the last validation that ranks were
+the whole gradient before clipping, `tokens_per_second` without padding, `mfu` if the device's peak
+is known, `data_wait` in seconds of the slowest rank. Steps with validation add `peak_memory` in
+bytes of the rank with the most, and `comm_wait`, the share of time since the last validation that ranks were
 blocked in collectives. (On GPUs, kernels wait instead of the program: use --profile, which measures
 `exposed_communication` in its trace.) MoE models add `worst_load`, `load_entropy`, `dead_experts`;
 a skipped batch adds the reason as `skipped`; --task dpo adds `reward_margin` and `accuracy`, with
@@ -321,8 +321,8 @@ def summary(args: TrainConfig, model: Transformer, dataset: Any, first: int, env
         text = f" on {dataset.size / 1e6:.2f}M tokens, {epochs:.1f} epochs,"
     precision = f", FP8 {args.fp8}" if args.fp8 else f", QAT {args.qat}" if args.qat else ""
     return (
-        f"{size:.2f}M parameters{text} {args.steps} steps of {args.batch_size} rows of {args.seq_len} from step {first}, "
-        f"{args.dtype}{precision} on {env.device}"
+        f"{size:.2f}M parameters{text} {args.steps} steps of {args.batch_size} rows of "
+        f"{args.seq_len} from step {first}, {args.dtype}{precision} on {env.device}"
     )
 
 
