@@ -448,8 +448,8 @@ class Load:
         self.thread.start()
 
     def wait(self, layer: int) -> None:
-        """Until a layer has arrived; on a GPU the current stream waits. With the last one the blocks
-        are counted."""
+        """Until a layer has arrived; on a GPU the current stream waits. With the last one the
+        blocks are counted."""
         if layer < len(self.arrived):
             self.arrived[layer].wait()
             if self.error is not None:
