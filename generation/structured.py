@@ -23,7 +23,8 @@ every text that ends by itself matches, and a JSON object's keys and punctuation
 steps of their own. When it loses: text that the model finds unlikely stays bad text; a text cut by
 max_new_tokens is a prefix; a machine can be exponentially larger than its pattern, as that of
 (a|b)*a(a|b){30} is, so a process with bounded memory compiles it (50 ms) and failures are kept;
-Unicode classes are large (\\w{0,100} has over 20,000 states); --speculate tree masks, but does not jump, since its step has one tree for all rows.
+Unicode classes are large (\\w{0,100} has over 20,000 states); --speculate tree masks, but does not
+jump, since its step has one tree for all rows.
 
 Hook: SamplingParams.grammar, which generation/sampling.py masks with, and the drafters of
 speculative.py. Equivalence (test_all.py): allowed tokens == those of a search over all texts of
