@@ -36,6 +36,7 @@ import bisect
 import contextlib
 import copy
 import ctypes
+import dataclasses
 import errno
 import faulthandler
 import fcntl
@@ -23003,14 +23004,15 @@ def test_lora_bad_files_are_refused(tmp_path):
             LO.load_adapters_(model, tmp_path)
         assert "\n" not in str(caught.value) and not LO.adapter_parameters(model)
 
-    refuses("adapter_config.json: not a PEFT config")
+    refuses("adapter_config.json: cannot be read .*No such file")
     LO.save_adapters(lora_adapted(2), tmp_path, base="x")
     good, tensors = (tmp_path / LO.CONFIG).read_text(), load_file(tmp_path / LO.WEIGHTS)
-    bad = "use_rslora use_dora use_qalora fan_in_fan_out modules_to_save rank_pattern alpha_pattern"
-    bad += " layer_replication alora_invocation_tokens bias peft_type"
-    for field in bad.split():
-        (tmp_path / LO.CONFIG).write_text(json.dumps(json.loads(good) | {field: ["x"]}))
-        refuses(f"adapter_config.json: {field} is")
+    for field, value in {"r": None, "lora_alpha": 10**400, "target_modules": None}.items():
+        (tmp_path / LO.CONFIG).write_text(json.dumps(json.loads(good) | {field: value}))
+        refuses(f"adapter_config.json: {field} (is missing|must be a number above 0)")
+    for text in ("[" * 100_000, "[]", "{", good.replace(": 2", ": 1e999")):
+        (tmp_path / LO.CONFIG).write_text(text)
+        refuses("adapter_config.json: (cannot be read|not a JSON object|lora_alpha|r must)")
     (tmp_path / LO.CONFIG).write_text(json.dumps(json.loads(good) | {"r": 3}))
     refuses(r"lora_A.weight has shape \(2, 32\), not \(3, 32\)")
     wrong = {"r": "rank must be an integer", "lora_alpha": "alpha must be a number"}
@@ -23027,6 +23029,79 @@ def test_lora_bad_files_are_refused(tmp_path):
     refuses("has values that are not finite")
     (tmp_path / LO.WEIGHTS).write_bytes(b"\x09")
     refuses("cannot be read")
+
+
+@pytest.fixture(scope="module")
+def peft_adapter(tmp_path_factory):
+    """A model, its transformers twin and a folder that PEFT wrote, of which B is not zero."""
+    peft = pytest.importorskip("peft", reason="needs peft")
+    from transformers import AutoModelForCausalLM
+
+    path = tmp_path_factory.mktemp("peft")
+    HF.save_checkpoint(model := lora_model(), path / "base")
+    base = AutoModelForCausalLM.from_pretrained(path / "base", dtype=torch.float32)
+    options = dict(r=4, lora_alpha=8, task_type="CAUSAL_LM", target_modules=["q_proj", "down_proj"])
+
+    def save(folder: str, **changes) -> Path:
+        adapted = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(**options | changes))
+        for i, (name, p) in enumerate(adapted.named_parameters()):
+            if "lora_" in name:
+                p.data += 0.2 * torch.randn(p.shape, generator=seeded(i))
+        adapted.save_pretrained(path / folder)
+        return path / folder
+
+    def reload(folder: Path) -> Tensor:
+        return peft.PeftModel.from_pretrained(copy.deepcopy(base), folder).eval()(LORA_TOKENS)
+
+    return model, save, reload
+
+
+def lora_equals_peft(peft_adapter, folder: Path, field: str) -> bool:
+    """Whether a folder is accepted, with the logits that PEFT has of it; refused with one line that
+    names the field otherwise. What PEFT itself cannot load has no reference."""
+    model, _, reload = peft_adapter
+    try:
+        ours = LO.load_adapters_(copy.deepcopy(model), folder, HF.hf_modules(model).__getitem__)
+    except ValueError as e:
+        assert field in str(e) and "\n" not in str(e), e
+        return False
+    with contextlib.suppress(TypeError, AttributeError, ValueError, KeyError):
+        want = reload(folder).logits
+        close(ours(LORA_TOKENS), want, 1e-5)
+    return True
+
+
+PEFT_INITS = {True: True, "gaussian": True, "orthogonal": True, "mica": True, "eva": True}
+PEFT_INITS |= {False: True, "pissa": False, "pissa_niter_2": False, "olora": False}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("init", PEFT_INITS, ids=str)
+def test_lora_initializations_that_change_the_base_are_refused(peft_adapter, init):
+    """PEFT's own folders: where the initialization took a part off the base weight, B A belongs to
+    the rest; all others have PEFT's logits."""
+    folder = peft_adapter[1](f"init-{init}", init_lora_weights=init)
+    assert lora_equals_peft(peft_adapter, folder, "init_lora_weights") == PEFT_INITS[init]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("value", [None, True, "x", 2, [], {}, {"q_proj": 2}, ["q_proj"]], ids=str)
+def test_lora_fields_have_pefts_effect_or_are_refused(peft_adapter, value):
+    """Each field of PEFT's config, and one that PEFT does not have, with a value of each type."""
+    import peft
+
+    folder, accepted = peft_adapter[1]("fields"), set()
+    config = json.loads((folder / LO.CONFIG).read_text())
+    fields = {f.name for f in dataclasses.fields(peft.LoraConfig)} | {"new_field"}
+    for field in sorted(fields):
+        (folder / LO.CONFIG).write_text(json.dumps(config | {field: value}))
+        if lora_equals_peft(peft_adapter, folder, field):
+            accepted.add(field)
+    assert accepted >= {"revision", "base_model_name_or_path"}  # a folder may be moved
+    if value is None:  # as if absent
+        assert accepted == fields - {"r", "lora_alpha", "target_modules"}
+    else:
+        assert not accepted & {"use_dora", "use_bdlora", "trainable_token_indices", "new_field"}
 
 
 def test_lora_a_failed_write_leaves_the_old_files(tmp_path, monkeypatch):

@@ -37,10 +37,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
+import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -95,8 +95,8 @@ def apply_lora_(
 
 def _check_rank(rank: Any, alpha: Any) -> None:
     _check(type(rank) is int and rank > 0, f"rank must be an integer above 0, not {rank!r}")
-    ok = type(alpha) in (int, float) and 0 < alpha <= sys.float_info.max
-    _check(ok, f"alpha must be a number above 0, not {alpha!r}")
+    ok = type(alpha) in (int, float) and 0 < alpha <= torch.finfo(torch.float32).max
+    _check(ok, f"alpha must be a number above 0, finite in fp32, not {alpha!r:.80}")
 
 
 def _adapt(model: nn.Module, names: Sequence[str], rank: int, alpha: float, seed: int) -> nn.Module:
@@ -167,9 +167,19 @@ def merge_(model: nn.Module) -> nn.Module:
 
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
-# fields of adapter_config.json that change the forward pass: supported only if absent or empty
-UNSUPPORTED = "use_rslora use_dora use_qalora fan_in_fan_out modules_to_save rank_pattern".split()
-UNSUPPORTED += "alpha_pattern layer_replication alora_invocation_tokens".split()
+# The fields of PEFT 0.21's LoraConfig by what they may be; any other field, null and false are as
+# if absent, or else refused: an adapter is read as PEFT reads it, or not at all.
+NO_EFFECT = """auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config
+    inference_mode loftq_config lora_dropout lora_ga_config megatron_core peft_version
+    qalora_group_size revision runtime_config""".split()  # on the forward pass, unless another has
+# pissa, olora, corda, lora_ga and loftq change W: B A of such a file belongs to W - scale B0 A0
+SUPPORTED = {
+    "peft_type": ("LORA",), "task_type": ("CAUSAL_LM",), "bias": ("none",),
+    "init_lora_weights": (True, "gaussian", "eva", "orthogonal", "mica"),
+    "rank_pattern": ({},), "alpha_pattern": ({},), "modules_to_save": ([],),
+    "layer_replication": ([],), "layers_pattern": ([], "", "layers", ["layers"]),
+}  # fmt: skip
+SELECTION = ("target_modules", "exclude_modules", "layers_to_transform")  # _check_selection
 
 
 def save_adapters(
@@ -236,7 +246,8 @@ def read_adapters(
     from safetensors.torch import load
 
     folder = Path(folder)
-    rank, alpha = _read_config(folder / CONFIG, read)
+    config = _read_config(folder / CONFIG, read)
+    rank, alpha = config["r"], config["lora_alpha"]
     try:
         tensors = load(read(folder / WEIGHTS))
     except (OSError, KeyError, SafetensorError) as e:  # KeyError: an unknown dtype
@@ -249,6 +260,7 @@ def read_adapters(
     unmatched = sorted({key for keys in wanted.values() for key in keys} ^ tensors.keys())
     error = f"{folder / WEIGHTS}: {unmatched[0] if unmatched else 'empty'}: no pair of lora_A and "
     _check(wanted and not unmatched, f"{error}lora_B for a layer of this model")
+    _check_selection(folder / CONFIG, config, map(rename, wanted))
     for name, keys in wanted.items():
         C, F = shapes[name]
         for key, shape in zip(keys, ((rank, C), (F, rank))):
@@ -259,22 +271,54 @@ def read_adapters(
     return rank, alpha, {name: (tensors[a], tensors[b]) for name, (a, b) in wanted.items()}
 
 
-def _read_config(path: Path, read: Callable[[Path], bytes]) -> tuple[int, float]:
-    """(rank, alpha). ValueError if the config is not supported by LoRALinear."""
+def _read_config(path: Path, read: Callable[[Path], bytes]) -> dict[str, Any]:
+    """The fields that are not null. ValueError if LoRALinear does not support one."""
     try:
         config = json.loads(read(path))
-        rank, alpha = config["r"], config["lora_alpha"]
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise ValueError(f"{path}: not a PEFT config with r and lora_alpha ({e!r})") from None
-    plain = {"peft_type": "LORA", "bias": "none"}
-    for field in (*UNSUPPORTED, *plain):
-        ok = not config.get(field) or config[field] == plain.get(field)
-        _check(ok, f"{path}: {field} is {config.get(field)!r}, which is not supported")
+    except (OSError, ValueError, RecursionError) as e:
+        why = getattr(e, "strerror", None) or e
+        raise ValueError(f"{path}: cannot be read as JSON ({why})") from None
+    _check(isinstance(config, dict), f"{path}: not a JSON object; is it PEFT's?")
+    config = {field: value for field, value in config.items() if value is not None}
+    for field in ("r", "lora_alpha", "target_modules"):
+        _check(field in config, f"{path}: {field} is missing; is it a LoRA of PEFT?")
+    for field, value in config.items():
+        known = field in (*NO_EFFECT, *SELECTION, "r", "lora_alpha")
+        if known or value is False or value in SUPPORTED.get(field, ()):
+            continue
+        fix = "merge the adapter with PEFT's merge_and_unload() and load the merged model"
+        if field == "init_lora_weights":
+            fix += ", or save it with path_initial_model_for_weight_conversion=..."
+        raise ValueError(f"{path}: {field!r:.80} is {value!r:.80}, which is not supported; {fix}")
     try:
-        _check_rank(rank, alpha)
+        _check_rank(config["r"], config["lora_alpha"])
     except ValueError as e:
-        raise ValueError(f"{path}: {e}") from None
-    return rank, alpha
+        raise ValueError(f"{path}: {str(e).replace('alpha', 'lora_alpha', 1)}") from None
+    return config
+
+
+def _check_selection(path: Path, config: Mapping[str, Any], names: Iterable[str]) -> None:
+    """ValueError if PEFT would leave out one of the modules that have tensors. A target_modules
+    that is a regular expression is not evaluated: the tensors decide."""
+    lists = {field: config.get(field, []) for field in SELECTION}
+    if type(lists["layers_to_transform"]) is int:
+        lists["layers_to_transform"] = [lists["layers_to_transform"]]
+    for field, value in lists.items():
+        kind = int if field == "layers_to_transform" else str
+        is_regex = field == "target_modules" and isinstance(value, str)
+        ok = is_regex or (isinstance(value, list) and all(type(x) is kind for x in value))
+        _check(ok, f"{path}: {field} must be a list, not {value!r:.80}")
+    targets, excluded, layers = lists.values()
+    among = lambda name, ends: any(f".{name}".endswith(f".{end}") for end in ends)
+    for name in names:
+        layer = re.search(r"\blayers\.(\d+)\.", name)
+        left_out = {
+            "target_modules": not isinstance(targets, str) and not among(name, targets),
+            "exclude_modules": among(name, excluded),
+            "layers_to_transform": layers and (layer is None or int(layer[1]) not in layers),
+        }
+        for field in (field for field, out in left_out.items() if out):
+            raise ValueError(f"{path}: {field} leaves out {name}, which has tensors in {WEIGHTS}")
 
 
 # --------------------------------------------------------------------------------------------------
