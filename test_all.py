@@ -23050,7 +23050,7 @@ def peft_adapter(tmp_path_factory):
         adapted.save_pretrained(path / folder)
         return path / folder
 
-    def reload(folder: Path) -> Tensor:
+    def reload(folder: Path):
         return peft.PeftModel.from_pretrained(copy.deepcopy(base), folder).eval()(LORA_TOKENS)
 
     return model, save, reload
