@@ -36897,11 +36897,11 @@ def dry_results(tmp_path_factory):
 @pytest.mark.parametrize("name", slow_or_not(DRY_RUNS))
 def test_dry_run_counts_equal_a_real_run(name, dry_results):
     """Bytes of parameters, gradients, optimizer states and activations, and number and bytes of
-    transfers equal those of a real rank 0, to the byte; peak memory within 1%. Within 10% if a real
+    transfers equal those of a real rank 0, to the byte; peak memory within 3%. Within 10% if a real
     router chooses the experts."""
     dry, real = map(copy.deepcopy, dry_results(name))
     routed = "routed" in name
-    assert dry.pop("peak") == pytest.approx(real.pop("peak"), rel=0.1 if routed else 0.01)
+    assert dry.pop("peak") == pytest.approx(real.pop("peak"), rel=0.1 if routed else 0.03)
     if routed:
         assert dry.pop("activations") == pytest.approx(real.pop("activations"), rel=0.1)
         sent = [costs["sent"].pop(("ep", "all-to-all")) for costs in (dry, real)]
@@ -38006,7 +38006,7 @@ def test_train_scale_dry_run_predicts_the_peak_memory(ranks, flags, rows, corpus
     done = run(*launch, *argv, env={"PYTHONPATH": str(REPO)}, timeout=900)
     assert done.returncode == 0, done.stderr
     took = MT.read_metrics(tmp_path / "out" / "metrics.jsonl")[-1]["peak_memory"]
-    assert 0.98 * predicted < took < 1.1 * predicted, (took, predicted)
+    assert 0.98 * predicted < took < 1.06 * predicted, (took, predicted)
 
 
 def test_train_scale_tensorboard_has_each_step_once(train_runs, tmp_path, monkeypatch):

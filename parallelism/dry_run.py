@@ -9,9 +9,9 @@ shapes, dtypes and storages but no data. Counted are, as on real ranks:
   reduce-scatter, twice that for an all-reduce, else what goes to other ranks.
 - Activations: what autograd saves of a micro-batch for its backward pass, each storage once,
   without parameters, but with their bf16 copies, which autocast makes without --zero.
-- The peak of a step: all storages alive at the same time, model included, at their current size
-  (fully_shard frees the memory of storages that stay alive). A GPU's allocator, and libraries on a
-  CPU, need some more.
+- The peak of a step: all storages alive at the same time, model and optimizer states included, at
+  their current size (fully_shard frees the memory of storages that stay alive). A GPU's allocator,
+  and libraries on a CPU, need some more.
 Data-dependent shapes: tokens are routed uniformly at random, so that W of E experts get
 1 - C(E - W, K) / C(E, K) of the tokens; with expert groups it would be fewer.
 
@@ -169,13 +169,24 @@ def measure(args: TrainConfig, model: Transformer, batch: Tensor, layout: Parall
     attend, n = layout.attend(make_attend(args.attention)), args.micro_batch_size
     balance = LoadBalancer(model, aux=args.aux_loss, seq=args.seq_aux_loss, z=args.router_z_loss)
     autocast = DistEnv(batch.device, args.dtype, 0, 1).autocast
-    with MemoryTracker([*params, batch]) as memory, CommTracker(layout) as comm:
+
+    def step() -> list[Tensor]:
+        """Returns the gradients."""
         forward_backward(model, batch, n, autocast, attend, balance, layout)
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         clip_gradients(model, args.grad_clip, layout)
         optimizer.step()
         optimizer.zero_grad()
         balance.update(layout)
+        return gradients
+
+    # The peak is that of the second step: the first one makes the optimizer states, and DTensor
+    # runs each operation that is new to it once on fake tensors of the global shape.
+    with MemoryTracker([*params, batch]) as memory:
+        step()
+        memory.peak_bytes = memory.live_bytes
+        with CommTracker(layout) as comm:
+            gradients = step()
     saved: dict[int, Any] = {}  # keeps storages alive, so that no id is used twice
 
     def save(x: Tensor) -> Tensor:
