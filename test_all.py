@@ -32486,9 +32486,10 @@ def test_generate_numeric_flags_refuse_bad_numbers(monkeypatch):
             assert done.code == 2 and " requires " in done.err, name
 
 
-def test_generate_prompt_that_is_no_text(monkeypatch):
-    """Bytes that are not UTF-8, in an argument or on stdin, are one line with the offset; so are an
-    empty pipe and a prompt that no context holds, which is not tokenized. Newlines are \\n."""
+def test_generate_prompt_that_is_no_text(monkeypatch, capsys):
+    """Bytes that are not UTF-8, in an argument or on stdin, are one line with the offset; so is a
+    prompt that no context holds, which is not tokenized. An empty pipe, with which schedulers start
+    programs, is no prompt, which is said; with - it is an empty one. Newlines are \\n."""
     for argv in (["ab\udcff"], ["x", "--chat", "--system-prompt", "ab\udcff"]):
         done = run_generate(*argv)
         assert done.code == 2 and done.err.count("\n") == 1 and "byte 0xff at offset 2" in done.err
@@ -32505,9 +32506,12 @@ def test_generate_prompt_that_is_no_text(monkeypatch):
         text(["-"], "ab\n".encode() + b"\xe9")
     end, start = os.pipe()
     os.close(start)
-    with open(end) as pipe, pytest.raises(ValueError, match="prompt is empty"):
+    with open(end) as pipe:
         monkeypatch.setattr(sys, "stdin", pipe)
-        PROMPT.prompt_text(G.parse_args([]))
+        assert PROMPT.prompt_text(G.parse_args([])) == PROMPT.DEFAULT_PROMPT
+        assert capsys.readouterr().err.startswith("nothing on stdin")
+        with pytest.raises(ValueError, match="prompt is empty"):
+            PROMPT.prompt_text(G.parse_args(["-"]))
 
 
 BAD_GENERATE = f"""

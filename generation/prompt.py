@@ -23,16 +23,17 @@ DEFAULT_PROMPT = "class Stack:\n    def __init__(self):\n"
 def prompt_text(args: GenerateConfig) -> str:
     """The prompt: the argument, stdin if that is a file or a pipe, or the default. ValueError if it
     is empty or not UTF-8."""
-    text = args.prompt
-    if text == "-" or (text is None and (stdin_is(stat.S_ISREG) or stdin_is(stat.S_ISFIFO))):
+    text, piped = args.prompt, stdin_is(stat.S_ISFIFO)
+    if text == "-" or (text is None and (piped or stdin_is(stat.S_ISREG))):
         text = read_stdin()
+        if piped and not text and args.prompt is None:
+            # schedulers and test runners start programs with an empty pipe
+            print("nothing on stdin: the default prompt is continued", file=sys.stderr)
+            text = DEFAULT_PROMPT
     elif text is None:
         text = DEFAULT_PROMPT
     if not text:
-        raise ValueError(
-            "the prompt is empty; give some text, as an argument or on stdin (</dev/null: the "
-            "default prompt)"
-        )
+        raise ValueError("the prompt is empty; give some text, as an argument or on stdin")
     return text
 
 
