@@ -27566,27 +27566,35 @@ def zero_schedule(case, step, optimizer):
 
 @cache
 def zero_one_process(case):
-    """One process: mean gradients over all ranks and microbatches (zeros for unused parameters),
-    accumulated in at least fp32; master weights -> weights; norms before clipping."""
+    """One process: mean gradients over all ranks and microbatches, accumulated in at least fp32;
+    master weights -> weights; norms before clipping. A step leaves a parameter without gradient and
+    its moments as they are, but Adam's count of its steps goes on."""
     model, norms = ZeroNet(case.dtype), []
     wide = lambda x: x.detach().to(torch.promote_types(x.dtype, torch.float32), copy=True)
     masters = {p: nn.Parameter(wide(p)) for p in model.parameters() if p.requires_grad}
     optimizer = ZERO_ADAM(zero_groups(model, case, masters))
     for step in range(case.steps):
         zero_schedule(case, step, optimizer)
-        for m in masters.values():
-            m.grad = torch.zeros_like(m)
+        optimizer.zero_grad()
         for rank, micro in product(range(case.ranks), range(case.micro)):
             if rank != case.idle:
                 zero_loss(model, case, step, rank, micro).backward()
             for p, m in masters.items():
                 if p.grad is not None:
-                    m.grad += wide(p.grad)
+                    m.grad = wide(p.grad) if m.grad is None else m.grad + wide(p.grad)
                     p.grad = None
+        skipped = {m: [m.detach().clone()] for m in masters.values() if m.grad is None}
+        for m, kept in skipped.items():
+            m.grad = torch.zeros_like(m)
+            kept += [x.clone() for x in optimizer.state[m].values() if x.shape == m.shape]
         norms.append(torch.stack([m.grad.norm() for m in masters.values()]).norm())
         if case.groups:
             nn.utils.clip_grad_norm_(masters.values(), 0.05)
         optimizer.step()
+        for m, kept in skipped.items():
+            states = [x for x in optimizer.state[m].values() if x.shape == m.shape]
+            for x, before in zip((m.data, *states), kept):  # new states are 0
+                x.copy_(before)
         for p, m in masters.items():
             p.data.copy_(m.detach())
     state = {n: optimizer.state[masters[p]] for n, p in model.named_parameters() if p in masters}
@@ -27775,7 +27783,7 @@ def zero_reduces_during_the_backward_pass(env, stage):
         if sent:
             assert part[: hooks[-1]].count("reduce_scatter") >= 5
             assert part.index("reduce_scatter") < hooks[2]
-    assert after == ["all_gather"] * 6
+    assert after == ["all_reduce", *["all_gather"] * 6]  # which parameters got a gradient
     assert alive == [5, 5 + (stage == 1)]  # full gradients at the first layer
 
 
@@ -32076,6 +32084,8 @@ def test_perseus_energy_curve():
                 if t0 <= t <= t1
             )
             assert e == pytest.approx(min(mixes))
+    # a fraction of a unit takes a whole one: no plan is faster than the fastest option
+    assert [*perseus.energy_curve({2.1: 5.0, 4.0: 1.0})] == [3, 4]
     options = {0.1 * t: e for t, e in {8: 9.0, 8.9: 5.0, 10: 2.0}.items()}  # between whole units
     curve = perseus.energy_curve(options, 0.1)
     assert curve == pytest.approx({8: 9.0, 9: 5 - 3 / 11, 10: 2.0})

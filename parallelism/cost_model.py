@@ -344,5 +344,5 @@ def parse_number(text: str, base: int = 1000) -> int:
     except ValueError:
         value = 0.0
     ok = 1 <= value <= 1e15 and abs(value - round(value)) <= 1e-3 * value
-    require(ok, f"{text!r} is not a number such as 8192, 16M or 15.6T")
+    require(ok, f"{text!r} is not a number such as 8192, 16M or 15.6T, from 1 on")
     return round(value)

@@ -36,9 +36,9 @@ WAITING_WATTS = 75.5  # of a GPU blocked in a receive: the default of Perseus's 
 
 def energy_curve(options: Mapping[float, float], unit: float = 1) -> dict[int, float]:
     """Least joules at each whole number of time units, from options {seconds: joules}: the lower
-    convex hull from the fastest option, rounded, to the one with the least energy."""
+    convex hull from the fastest option, rounded up, to the one with the least energy."""
     hull = lower_hull(options.items())
-    first = max(1, round(hull[0][0] / unit))
+    first = max(1, math.ceil(hull[0][0] / unit * (1 - 1e-9)))
     curve, lines = {first: hull[0][1]}, list(itertools.pairwise(hull))
     for t in range(first, int(hull[-1][0] / unit * (1 + 1e-9)) + 1 if lines else first):
         # of a convex curve, the highest of all lines

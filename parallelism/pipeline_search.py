@@ -1,7 +1,7 @@
 """Searches for training pipelines: GPUs of each module, and micro-batches.
 
     python -m parallelism.planner --search disttrain --gpus 64
-    python -m parallelism.planner --search dynapipe --problem '{"lengths": [900, 80, 75], "pp": 2}'
+    python -m parallelism.planner --search dynapipe --problem '{"lengths": [900, 80, 75], "pp": 4}'
 
     disttrain  multimodal training: GPUs and parallelism of encoder, backbone and generator, exact;
                samples to ranks and the order of microbatches, heuristics (arXiv:2408.04275)

@@ -200,8 +200,8 @@ class DistributedOptimizer:
     of a bucket in reduce_dtype (None: fp32, or the parameters' dtype if wider); a larger parameter
     gets its own bucket. Parameters become views of buckets: create this after model.to(...), load
     weights by copy_, then call `refresh`. A gradient that is missing on some ranks counts as zero
-    there; a parameter without one on all is not updated. All methods except
-    zero_grad are collective: every rank must call them in the same order.
+    there; a parameter without one on all is not updated, though Adam's count of its steps goes on.
+    All methods except zero_grad are collective: every rank must call them in the same order.
     """
 
     def __init__(
