@@ -341,7 +341,7 @@ def complete(args: GenerateConfig, text: str, gate: Any = None) -> bool:
     holds the prompt and the gate keeps the answer. Returns whether it was printed."""
     begin = time.perf_counter()
     device, model, tokenizer = load_model(args)
-    ids = prompt_ids(args, text, tokenizer, model.config)
+    ids = prompt_ids(args, text, tokenizer, model.config, limited=gate is None)
     if gate is not None and len(ids) >= model.config.context:
         return False
     args.max_new_tokens = fit_to_context(args, len(ids), model.config.context)
@@ -617,9 +617,7 @@ def main(argv: list[str] | None = None) -> int:
 def run_cli(argv: list[str]) -> int:
     """Run; print errors as one line on stderr. Returns the exit code."""
     try:
-        code = run(parse_args(argv))
-        sys.stdout.flush()
-        return code
+        return run(parse_args(argv))
     except BrokenPipeError:  # stdout was closed, for example by `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as e:

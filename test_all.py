@@ -9335,7 +9335,9 @@ def test_files_end_at_ctrl_c_while_they_import(program, tmp_path):
     env = os.environ | {"PYTHONPATH": str(tmp_path)}
     argv = [sys.executable, REPO / program]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    with subprocess.Popen(argv, env=env, **pipes) as process:
+    # what started the tests may ignore the signal, which children inherit
+    not_ignored = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(argv, env=env, preexec_fn=not_ignored, **pipes) as process:
         assert process.stdout.readline() == "importing\n"
         process.send_signal(signal.SIGINT)
         assert process.communicate() == ("", "") and process.returncode == -signal.SIGINT
@@ -25263,8 +25265,9 @@ def test_tuning_logprobs_equal_the_models_with_the_head_on_answers_only():
     model.head.register_forward_hook(lambda _, args, out: seen.append(len(args[0])))
     got, counted = TU.logprobs(model, rows), TU.target_mask(rows)
     assert seen == [int(counted.sum())] == [int((got != 0).sum())]
-    tokens = (rows ^ (rows >> 63)) % (1 << 30)
-    want = model(tokens[:, :-1]).log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0] * counted
+    inputs, _, _ = DA.decode(rows, packed=False)
+    tokens = torch.cat((inputs, rows[:, -1:].clamp(min=0)), 1)
+    want = model(inputs).log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0] * counted
     grads = [torch.autograd.grad(x.square().sum(), model.embed.weight)[0] for x in (got, want)]
     close(got, want, 1e-5)
     close(*grads, 1e-5)
@@ -32465,6 +32468,7 @@ shared_prefix arrival_cv | --bench-serving  | 0
 fixed_max             | --attention flash   | -1 0 1e30
 drain_timeout         | --serve             | 0 1e30
 max_queue             | --serve             |
+max_adapters          | --serve --runtime-adapters . |
 num_fewshot           | --choices           | 0
 request_timeout       | --serve             | 1e30
 """
@@ -32473,7 +32477,7 @@ request_timeout       | --serve             | 1e30
 def test_generate_numeric_flags_refuse_bad_numbers(monkeypatch):
     """Every numeric flag takes 1 or 2 and the listed values. Others are refused in a line that
     names the flag, and so is a flag without what it needs."""
-    monkeypatch.setattr(G, "run", lambda args: None)
+    monkeypatch.setattr(G, "run", lambda args: 0)
     rows = [row.values for row in table(GENERATE_NUMBERS)]
     listed = {name: row[1:] for row in rows for name in row[0].split()}
     config = GCONF.GenerateConfig.flags().items()
@@ -32536,7 +32540,7 @@ BAD_GENERATE = f"""
 --serve 0 --api-key=                        | --api-key is empty
 x --api-key k                               | --api-key requires --serve
 --batch f --runtime-adapters .              | --runtime-adapters requires --serve
---serve 0 --runtime-adapters /nowhere       | --runtime-adapters /nowhere no such folder
+--serve 0 --runtime-adapters /dev/null/x       | --runtime-adapters /dev/null/x no such folder
 --serve 0 --adapters= --set max_adapters=9  | --set max_adapters requires --runtime-adapters
 x --save=                                   | --save an empty path
 --dummy= --prompt-tokens 4                  | --dummy config.json
@@ -32662,7 +32666,7 @@ x --ep --set expert_spread=overlap          | --set expert_spread requires num_r
 x --models a=b                              | --models requires --batch --serve
 --batch f --models a                        | --models NAME=DIR 'a'
 x --cascade-threshold 0.5                   | --cascade-threshold requires --cascade
-x --cascade /dev/null/x --cascade-threshold 0 | --cascade /dev/null/x folder
+x --cascade /dev/null/x --cascade-threshold 0 | --cascade /dev/null/x checkpoint
 x --cascade {DRAFT}                         | --cascade requires --cascade-threshold
 x --cascade f --cascade-threshold 1.5       | --cascade-threshold 0 1 1.5
 x --cascade README.md                       | README.md damaged
@@ -33122,7 +33126,7 @@ def test_generate_streams_every_token(monkeypatch):
 
 
 @pytest.mark.slow
-def test_generate_as_a_process():
+def test_generate_as_a_process(tmp_path):
     """Text on stdout, one line of statistics on stderr; a prompt from a pipe; a closed stdout is no
     error; bad input to either program is one line, no traceback."""
     flags = ("--max-new-tokens", "12", "--seed", "3")
@@ -33137,14 +33141,15 @@ def test_generate_as_a_process():
     os.close(writer)
     assert (p.communicate(timeout=240)[1], p.returncode) == ("", 0)
     refused(run("generate.py", "x", "--checkpoint", "/nowhere"), "/nowhere", "config.json")
-    refused(run("train.py", "--data", "/nowhere", "--out", "/nowhere/out"), "--data", "/nowhere")
+    refused(run("train.py", "--data", "/nowhere", "--out", tmp_path), "--data", "/nowhere")
 
 
 def test_generate_only_rank_0_prints(monkeypatch):
     """Under torchrun the other ranks print nothing, and when they fail they let it print first."""
     waits = []
     monkeypatch.setattr(G.time, "sleep", waits.append)
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in dict(WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=9).items():
+        monkeypatch.setenv(name, str(value))
     for rank in "01":
         monkeypatch.setenv("RANK", rank)
         done = run_generate("--tp", "2", "--interactive")
@@ -35007,7 +35012,7 @@ def test_draft_head_stopped_or_killed(train_runs, tmp_path, capsys, monkeypatch)
         full = SafetensorError("No space left on device")
         patch.setattr(DH, "save_file", lambda *a: (_ for _ in ()).throw(full))
         train_runs.run(head, tmp_path / "full", 2)
-    assert "unchanged" in capsys.readouterr().err.splitlines()[-1]
+    assert "(No space left on device)" in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "full" / DH.DRAFT_HEAD).exists()
 
 
@@ -36939,14 +36944,14 @@ def test_dry_run_bytes_sent_equal_the_formula(dry_results):
     and weights; C numbers return; gradients take the same paths."""
     names = "tp no sp", "tp", "ring", "ep by nodes", "ep int8"
     plain, sp, ring, *experts = (dry_results(name)[1] for name in names)
-    # cross-entropy: maxima, then sums and targets' logits; token count, losses and norm
-    others = [4 * 48, 4 * 2 * 48, 8, 4 * 3, 4]
+    # cross-entropy: maxima, then sums and targets' logits; targets, tokens and rows, losses, norm
+    others = [4 * 48, 4 * 2 * 48, 8, 8 * 2, 4 * 3, 4]
     of = [4 * DRY_ELEMENTS] * (4 * 2 + 2)
     assert plain["sent"] == {("tp", "all-reduce"): (len(of + others), sum(of + others))}
     norms = 4 * 5 * 48  # gradients of the norms, in one all-reduce
     kinds = {"reduce-scatter": (10, 10 * 4 * DRY_ELEMENTS // 2)}
     kinds |= {"all-gather": (14, 14 * 4 * DRY_ELEMENTS // 2)}
-    kinds |= {"all-reduce": (6, sum(others) + norms)}
+    kinds |= {"all-reduce": (7, sum(others) + norms)}
     assert sp["sent"] == {("tp", kind): sent for kind, sent in kinds.items()}
     # norms and the inputs of attention and MLP are sharded
     assert plain["activations"] - sp["activations"] > 2 * 4 * 4 * DRY_ELEMENTS // 2
@@ -38407,7 +38412,7 @@ def test_collectives_time_out_after_the_watchdog(hang_timeout, tmp_path):
     for longest, found in run_on_ranks(tmp_path, {"groups": work}, world=2)["groups"]:
         assert len(found) == 5
         if longest < 1800:
-            assert {*found} == {60, 1800}  # the harness's and torch's
+            assert {*found} == {1800}  # torch's
         else:
             assert min(found) > min(longest, 1e7)
 

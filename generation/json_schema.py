@@ -144,7 +144,7 @@ class _Translator:
             return [({}, refs)] if schema else []
         _check(isinstance(schema, dict), where, f"must be an object, not {schema!r}")
         others = schema.keys() - IGNORED - KNOWN
-        _check(not others, where, f"has {' and '.join(sorted(others))}")
+        _check(not others, where, f"has {_names(others)}")
         found = [(_plain(schema, where), refs)]
         for keyword in (k for k in COMBINED if k in schema):
             parts, at = schema[keyword], f"{where}.{keyword}"
@@ -210,7 +210,7 @@ class _Translator:
         types = _types(schema, where)
         if "enum" in schema:
             others = schema.keys() - {"enum", "type"}
-            _check(not others, where, f"has {' and '.join(sorted(others))} beside enum")
+            _check(not others, where, f"has {_names(others)} beside enum")
             for value in schema["enum"]:
                 ok = "type" not in schema or _type_of(value) & {*types}
                 _check(ok, where, f"has enum {value!r}, which does not have its type")
@@ -218,7 +218,7 @@ class _Translator:
         if not schema:
             return ANY
         others = schema.keys() - {"type"}.union(*map(KEYWORDS.get, types))
-        _check(not others, where, f"has {' and '.join(sorted(others))}")
+        _check(not others, where, f"has {_names(others)}")
         make = {"string": self._string, "array": self._array, "object": self._object}
         make |= {"integer": self._number, "number": self._number}
         return _either(SCALARS.get(t) or make[t](schema, where, refs, t) for t in types)
@@ -390,6 +390,13 @@ def _merge_members(a: Schema, b: Schema, where: str) -> Schema:
 def _check(ok: Any, where: str, why: str) -> None:
     if not ok:
         raise ValueError(f"is not supported: {where} {why}"[:300])
+
+
+def _names(keywords: Iterable[str]) -> str:
+    """The first few in words."""
+    names = sorted(keywords)
+    more = [f"{len(names) - 5} more"] if len(names) > 6 else names[5:]
+    return " and ".join(names[:5] + more)
 
 
 def _type_of(value: Any) -> set[str]:

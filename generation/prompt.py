@@ -54,9 +54,10 @@ def stdin_is(kind: Callable[[int], bool]) -> bool:
 
 
 def prompt_ids(
-    args: GenerateConfig, text: str, tokenizer: Tokenizer, config: ModelConfig
+    args: GenerateConfig, text: str, tokenizer: Tokenizer, config: ModelConfig, limited: bool = True
 ) -> list[int]:
-    """The prompt's token ids; ValueError if there are none."""
+    """The prompt's token ids. ValueError if there are none; limited: or if it has more bytes than
+    the context can hold."""
     if args.prompt_tokens is not None:
         check_fits(args.prompt_tokens, config.context)
         rng = torch.Generator().manual_seed(0)
@@ -67,7 +68,7 @@ def prompt_ids(
             raise ValueError(f"--chat: {args.checkpoint} has no chat template; remove --chat")
         text = template.prompt([{"role": "user", "content": text}], args.system_prompt)
     try:
-        max_bytes = config.context * tokenizer.max_token_bytes
+        max_bytes = config.context * tokenizer.max_token_bytes if limited else None
         ids = tokenizer.encode_prompt(text, max_bytes, bos=not args.chat)
     except ValueError as e:
         raise ValueError(f"the prompt {e}") from None

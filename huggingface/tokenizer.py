@@ -39,6 +39,7 @@ from __future__ import annotations
 import codecs
 import copy
 import json
+import math
 import os
 import re
 import time
@@ -106,11 +107,11 @@ class Tokenizer:
         """Of the longest token: a text of n tokens has at most n times as many."""
         return max(len(self.id_to_token(id).encode()) for id in range(self.vocab_size))
 
-    def encode_prompt(self, text: str, max_bytes: int, bos: bool = True) -> list[int]:
+    def encode_prompt(self, text: str, max_bytes: int | None, bos: bool = True) -> list[int]:
         """encode() of a text from a user. ValueError, which the caller puts a name before: it is
-        longer than max_bytes, and is not tokenized, or is not valid Unicode."""
+        longer than max_bytes (None: no limit), and is not tokenized, or is not valid Unicode."""
         try:
-            if len(text.encode()) > max_bytes:
+            if len(text.encode()) > (math.inf if max_bytes is None else max_bytes):
                 raise ValueError(f"is longer than {max_bytes} bytes, more than the context holds")
             return self.encode(text, bos)
         except UnicodeEncodeError as e:  # JSON can encode lone surrogates
