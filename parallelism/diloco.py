@@ -37,8 +37,8 @@ no server, sends half the bytes, and has a joining worker take part in a round w
 
 The store must outlive the workers: a shared folder (FileStore, no server), or HOST:PORT of
 `python parallelism/diloco.py --serve HOST:PORT`. If it fails, all workers stop, and resume from
-checkpoints with a new store. The store listens at HOST alone, and whoever reaches it can write to
-it; Gloo's TCP is unencrypted: the network must be trusted.
+checkpoints with a new store. The store listens at HOST alone, and all who reach it can write to it;
+Gloo's TCP is unencrypted: the network must be trusted.
 
 Cost: two copies of the weights (start, momentum), which device="cpu" offloads; every round waits
 for the slowest worker, up to `timeout`. When it loses: on fast links, as local steps reduce the

@@ -175,7 +175,8 @@ def request_lines(path: Path, run: str, previous: Results) -> Iterator[RequestLi
             yield request
     for id, line in unmatched:
         raise ValueError(
-            f"{path} has no request for the result with id {id!r} and line {line}; name another file"
+            f"{path} has no request for the result with id {id!r} and line {line}; name another "
+            "file"
         )
 
 
@@ -185,8 +186,8 @@ def check_result(request: RequestLine, result: ResultLine, path: Path) -> None:
         return
     if result.hash.partition("-")[0] != request.hash.partition("-")[0]:
         raise ValueError(
-            "its results are of other flags or of another model (weights, tokenizer, chat template); "
-            "name another file, or delete it"
+            "its results are of other flags or of another model (weights, tokenizer, chat "
+            "template); name another file, or delete it"
         )
     raise ValueError(
         f"{path}, line {request.line}: has changed since its result (id {request.id!r}) was "

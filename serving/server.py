@@ -14,8 +14,9 @@ reaches the log without control characters.
 
 Every SSE event has an id. A client whose connection broke repeats its call with the header
 Last-Event-ID and gets what it missed and no more: tokens that were sampled are kept for a while,
-and the engine continues after them; of two such connections the later one gets the rest. With ?repeat_unacked=1 every event has the text that is not
-acknowledged by POST /v1/acks, for proxies that forward events in datagrams (unacked.py).
+and the engine continues after them; of two such connections the later one gets the rest. With
+?repeat_unacked=1 every event has the text that is not acknowledged by POST /v1/acks, for proxies
+that forward events in datagrams (unacked.py).
 
 Needs: starlette, uvicorn. Proofs: test_all.py, with the clients openai and lm_eval.
 """
