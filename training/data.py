@@ -23,11 +23,13 @@ When it loses: if few documents are shorter than a row; if attention ignores pos
 attend to each other.
 
 Hook: positions. Equivalence (test_all.py): decoded rows hold every prediction of every document
-once, with its own position, under any packing. Needs: torch. `python training/data.py` checks
-itself and prints a table.
+once, with its own position, under any packing. Needs: torch.
 """
 
 from __future__ import annotations
+
+if __name__ == "__main__":
+    raise SystemExit("this is a part of train.py; run: python train.py --help")
 
 import array
 import hashlib
@@ -42,6 +44,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
+
+from huggingface.chat_template import parse_messages
 
 BOS, EOS = 1, 2  # of tokenizers trained by dataset.train_tokenizer
 DELIMITERS = (BOS,), (EOS,)  # tokens before and after a document
@@ -293,7 +297,7 @@ def split_documents(docs: list[Document]) -> tuple[list[str], list[str]]:
 # Fields of a line that describe it and are not read; others of chats and pairs are refused
 METADATA = frozenset(
     "id prompt_id source category url language license timestamp meta metadata score_chosen "
-    "score_rejected".split()
+    "score_rejected chosen_model rejected_model".split()
 )
 NOT_OF_TEXT = frozenset("messages tools weight chosen rejected".split())
 OWN_FIELDS = {"weight", "tool_calls", "tool_call_id"}  # of messages in training alone
@@ -315,7 +319,6 @@ def _field(where: str, found: Mapping[str, Any], name: str, *kinds: type) -> Any
 def _messages(where: str, value: list[Any]) -> Messages:
     """Messages of OpenAI's fine-tuning format: as parse_messages has them, with "weight" and tool
     calls, whose content may be null."""
-    from huggingface.chat_template import parse_messages  # here: the rest needs torch alone
 
     plain, own = [], []  # what parse_messages reads, and the other fields
     for message in value:
@@ -645,44 +648,3 @@ def window_rows(documents: Sequence[Tensor], seq_len: int) -> Tensor:
     n = max(1, -(-(len(flat) - 1) // seq_len))
     flat = torch.cat([flat, flat.new_full((n * seq_len + 1 - len(flat),), PAD)])
     return flat.unfold(0, seq_len + 1, seq_len).contiguous()
-
-
-# --------------------------------------------------------------------------------------------------
-# Self-check and benchmark
-# --------------------------------------------------------------------------------------------------
-
-
-def check() -> None:
-    """Packed rows hold every prediction once, each after its own document alone."""
-    documents = [torch.randint(3, 99, (n,), dtype=torch.int32) for n in range(2, 99)]
-    found, wanted = [], []
-    for inputs, targets, positions in zip(*decode(pack_rows(documents, 32).long(), packed=True)):
-        for t in (targets != IGNORE).nonzero()[:, 0].tolist():
-            found.append((*inputs[t - positions[t] : t + 1].tolist(), int(targets[t])))
-    for ids in map(torch.Tensor.tolist, documents):
-        wanted += [tuple(ids[(i - 1) // 32 * 32 : i + 1]) for i in range(1, len(ids))]
-    assert sorted(found) == sorted(wanted)
-
-
-def main() -> None:
-    """How full rows of 2048 are, for documents as long as web pages: log-normal, median 400."""
-    from torch.utils.benchmark import Timer  # here: its import takes 0.12 s
-
-    check()
-    lengths = (torch.randn(20_000) * 1.2 + 6).exp().clamp(2, 100_000).int().tolist()
-    documents = [torch.full((n,), 3, dtype=torch.int32) for n in lengths]
-    print(
-        f"{len(documents)} documents, rows of 2048\n{'':>16}{'rows':>9}{'filled':>9}{'rows/s':>10}"
-    )
-    for name, make in {
-        "best fit": lambda: pack_rows(documents, 2048),
-        "one per row": lambda: pack_rows(documents, 2048, one_per_row),
-        "one stream": lambda: window_rows(documents, 2048),
-    }.items():
-        seconds, rows = Timer("make()", globals={"make": make}).timeit(1).median, make()
-        filled = ((rows[:, 1:] >= 0) & (rows[:, 1:] < START)).float().mean()
-        print(f"{name:>16}{len(rows):>9}{filled:>9.1%}{len(rows) / seconds:>10,.0f}")
-
-
-if __name__ == "__main__":
-    main()
