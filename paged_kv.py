@@ -1802,7 +1802,7 @@ class Engine:
         for t in prompt:
             ok = _is_int(t) and 0 <= t < V
             _check(ok, f"prompt token id {t!r} is not in the vocabulary, 0 to {V - 1}")
-        asked = f"{len(prompt)} prompt tokens plus max_new_tokens {params.max_new_tokens}"
+        asked = f"max_new_tokens {params.max_new_tokens} and {len(prompt)} prompt tokens"
         context = getattr(self.model.config, "context", math.inf)
         _check(whole <= context, f"{asked} exceed the model's context of {context}; reduce one")
         cache, adapter = self.capacity, self._adapter(params)

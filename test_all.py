@@ -1979,6 +1979,10 @@ BAD_FOLDERS = {
     "missing tensor": (lambda f: f.tensors(**{Q_PROJ: None}), f"missing.*{Q_PROJ}"),
     "unexpected tensor": (lambda f: f.tensors(surprise=torch.ones(2)), "unexpected.*surprise"),
     "wrong shape": (lambda f: f.tensors(**{Q_PROJ: torch.ones(3, 5)}), r"q_proj.*\[3, 5\]"),
+    "git-lfs pointer": (
+        lambda f: f.weights.write_text("version https://git-lfs.github.com/spec/v1\nsize 9\n"),
+        "model.safetensors.*git lfs pull",
+    ),
     "int8 weights": (
         lambda f: f.tensors(**{Q_PROJ: torch.ones(64, 48, dtype=torch.int8)}),
         "I8.*known",
@@ -12882,6 +12886,7 @@ def test_serving_does_not_overwrite_other_files(tmp_path):
     files = {p: p.read_bytes() for p in tmp_path.iterdir()}
     names = {"notes": ", line 1", "torn": ", line 2", "no line": ", line 1"}
     names |= {"in.jsonl": "", "no/x": "", "": ": a folder"}
+    names |= {name: ": a device or a pipe" for name in ("/dev/full", "/dev/null", "/dev/zero")}
     for name, where in names.items():
         done = run_generate("--batch", path, "--out", tmp_path / name)
         assert done.code == 2 and done.err.count("\n") == 1 and "--out" in done.err, done.err
@@ -12927,6 +12932,41 @@ def test_serving_messages_are_those_of_the_api(tmp_path):
     assert n_errors > 5 and [*file][0].ids == [*file][1].ids
     with pytest.raises(OA.APIError, match="messages have .* tokens, but the context has 400"):
         OA.parse_chat({"messages": [message("user", "x" * 400)]}, served)
+
+
+ALL_ROLES = "{% for m in messages %}{{ m.role }}{{ m.content | trim }}{% endfor %}"
+TWO_ROLES = "{% for m in messages if m.role in ['user', 'assistant'] %}{{ m.content }}{% endfor %}"
+FIRST_AND_USERS = (
+    "{% for m in messages %}{% if m.role == 'user' or loop.first %}{{ m.content | tojson }}"
+    "{% endif %}{% endfor %}"
+)
+# x: where content is no x, this fails
+WANTS_X = "{{ raise_exception('no') if messages[0].content != 'x' }}y"
+
+
+@pytest.mark.parametrize("template, roles, lost", [
+    (ALL_ROLES, "developer user assistant tool user", None),
+    (TWO_ROLES, "user assistant user", None), (TWO_ROLES, "developer user", 0),
+    (TWO_ROLES, "user tool user", 1), (FIRST_AND_USERS, "developer user user", None),
+    (FIRST_AND_USERS, "system user system", 2), ("{{ messages[-1].content }}", "user user", 0),
+    ("{{ messages[0].content }}", "user user", 1), (WANTS_X, "user", None),
+])  # fmt: skip
+def test_serving_no_message_is_left_out_of_a_prompt(template, roles, lost):
+    """A message that the template has no place for is an error that names it, although another one
+    with its text is in the prompt; the prompt of all others is transformers'."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    chat = [message(role, "x") for role in roles.split()]
+    ours = ChatTemplate(Path("x.jinja"), {"default": template}, {})
+    if lost is None:
+        (want,), _ = render_jinja_template([chat], chat_template=template)
+        assert ours.prompt(chat) == want
+        return
+    with pytest.raises(ValueError, match=rf"messages\[{lost}\]: .* leaves it out"):
+        ours.prompt(chat)
+    if chat[0]["role"] == "developer":
+        with pytest.raises(ValueError, match="the system prompt: .* leaves it out"):
+            ours.prompt(chat[1:], "x")
 
 
 def test_serving_results_of_other_requests_are_refused(tmp_path):
@@ -15519,6 +15559,11 @@ HTTP_REFUSED = [  # words of the message, body; wrong is its first field
     ("is too large", dict(response_format={"type": "json_schema", "json_schema": {"schema":
      {"type": "string", "pattern": "(a|b)*a(a|b){14}"}}})),
     ("ignore_eos", dict(ignore_eos=True, response_format={"type": "json_object"})),
+    ("max_tokens 9999 and 2 prompt tokens exceed", dict(max_tokens=9999)),
+    ("half of a surrogate pair", dict(response_format={"type": "json_schema", "json_schema":
+     {"schema": {"const": "\ud800"}}})),
+    ("metadata is not", dict(metadata={"a": "b"})),
+    ("service_tier is not", dict(service_tier="flex")),
 ]  # fmt: skip
 HTTP_REFUSED_CHATS = [
     ("messages[0].role", dict(messages=[{"content": "x"}])),
@@ -15542,14 +15587,14 @@ HTTP_REFUSED_CHATS = [
     ("not both", dict(max_tokens=1, max_completion_tokens=1)),
 ]
 HTTP_NO_CALL = [  # status, words, path, body
-    (400, "max_tokens 9999 exceed", "/v1/completions", dict(prompt="x", max_tokens=9999)),
     (400, "must be a JSON object", "/v1/completions", []),
     (400, "not JSON", "/v1/completions", b"{"),
     (400, "not JSON", "/v1/completions", b"[" * 10**5),
     (413, "larger than", "/v1/completions", b"x" * (2**22 + 1)),
     (400, "nested more than 100", "/v1/completions", b"[" * 101 + b"]" * 101),
     (400, "at most 512", "/detokenize", {"tokens": [5] * 10**6}),
-    (404, "Not Found", "/v1/nothing", {}),
+    (404, "POST /v1/nothing: Not Found; the paths are /, /detokenize", "/v1/nothing", {}),
+    (405, "POST /v1/models: Method Not Allowed", "/v1/models", {}),
     (404, "no model 'gpt'", "/tokenize", {"prompt": "x", "model": "gpt"}),
     *((400, "", "/tokenize", body) for body in ({}, [])),
     *((400, "", "/detokenize", body) for body in ({"tokens": [-1]}, {"tokens": [5], "foo": 1}, [])),
@@ -15683,7 +15728,8 @@ def test_server_takes_back_what_the_openai_package_returns():
     is that of role and text alone. Fields that ask for nothing have no effect."""
     format = {"type": "json_schema", "json_schema": FORMAT_OF_NULL}
     nothing = dict(tools=[], tool_choice="none", functions=[], store=False, modalities=["text"])
-    nothing |= dict(parallel_tool_calls=True, logit_bias={}, stop=[], user=None, metadata=None)
+    nothing |= dict(parallel_tool_calls=True, logit_bias={}, stop=[], user=None, metadata={})
+    nothing |= dict(service_tier="auto", add_generation_prompt=True)
     with http_server() as (server, url):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         create = partial(client.chat.completions.create, model="test", max_tokens=4, seed=1)
@@ -16710,7 +16756,7 @@ def test_server_port_that_is_in_use(capsys):
 def test_server_keys_of_a_file_and_of_the_environment(tmp_path, monkeypatch):
     """Keys of --api-key-file, SHEAF_API_KEY and --api-key are all valid, each is enough beyond
     loopback, and a wrong one is refused with its source."""
-    (tmp_path / "keys").write_text("a\nb\n")
+    (tmp_path / "keys").write_bytes(b"\xef\xbb\xbfa\r\nb\n")  # as Windows writes it
     file = f"--api-key-file {tmp_path / 'keys'}"
     for flags, variable, want in (
         (file, None, ["a", "b"]), ("", "c", ["c"]), ("--api-key d", None, ["d"]),
@@ -16721,9 +16767,9 @@ def test_server_keys_of_a_file_and_of_the_environment(tmp_path, monkeypatch):
             monkeypatch.setenv("SHEAF_API_KEY", variable)
         args = G.parse_args(["--serve", "0.0.0.0:80", *flags.split()])
         assert SRUN.api_keys(args) == want and SRUN.parse_address(args) == ("0.0.0.0", 80)
-    for variable in ("", "a b"):
+    for variable in ("", "a b", "a\n", "\x1b[31m", "\udcff", "\u00e9"):  # no header has these
         monkeypatch.setenv("SHEAF_API_KEY", variable)
-        with pytest.raises(ValueError, match="SHEAF_API_KEY: a key is empty or has spaces"):
+        with pytest.raises(ValueError, match="SHEAF_API_KEY: a key must be a word of visible"):
             SRUN.parse_address(G.parse_args(["--serve", "0"]))
 
 
@@ -32546,8 +32592,8 @@ BAD_GENERATE = f"""
 --serve [::]:80                             | --serve requires --api-key
 --serve 0 --api-key-file /nowhere           | --api-key-file /nowhere cannot be read
 --serve 0 --api-key-file /dev/null          | --api-key-file /dev/null is empty
---serve 0 --api-key-file README.md          | --api-key-file README.md spaces
---serve 0 --api-key=                        | --api-key is empty
+--serve 0 --api-key-file README.md          | --api-key-file README.md visible ASCII
+--serve 0 --api-key=                        | --api-key a word
 x --api-key k                               | --api-key requires --serve
 --batch f --runtime-adapters .              | --runtime-adapters requires --serve
 --serve 0 --runtime-adapters /dev/null/x       | --runtime-adapters /dev/null/x no such folder

@@ -242,11 +242,13 @@ def _command(pattern: str) -> tuple[list[str], bytes]:
     """The process that compiles a pattern, and its input."""
     if find_spec("outlines_core") is None:
         raise ValueError("requires outlines-core: pip install outlines-core==0.2.14")
+    if any("\ud800" <= c <= "\udfff" for c in pattern):
+        raise ValueError("is not valid Unicode: it has half of a surrogate pair; remove it")
     pattern = without_sentinel(without_anchors(pattern))
     check_size(pattern)
     limits = f"{MAX_STATES}, {MAX_SECONDS}, {MAX_MEMORY}, {TOO_LARGE!r}"
     code = f"{inspect.getsource(_index)}\n_index({limits})"
-    text = f"{SENTINEL}(?:{pattern}){SENTINEL}".encode(errors="surrogatepass")
+    text = f"{SENTINEL}(?:{pattern}){SENTINEL}".encode()
     return [sys.executable, "-c", code], text
 
 

@@ -5,7 +5,8 @@ untrusted: it runs in Jinja's immutable sandbox, where access to Python internal
 transformers some of it gives an empty string). There is no time limit.
 
 Messages of users (the API, --batch, --chat, --interactive) go through `parse_messages`, which gives
-templates role and text: what it does not know is refused, since a template would ignore it.
+templates role and text: what it does not know is refused, since a template would ignore it, and
+so is a message that the template leaves out.
 
 Equivalence (test_all.py): the text that transformers 5 renders. Needs: jinja2, which comes with
 torch.
@@ -118,8 +119,22 @@ class ChatTemplate:
             ) from None
 
     def prompt(self, messages: Any, system: str | None = None) -> str:
-        """A user's messages (see parse_messages) as a prompt for the assistant's answer."""
-        return self.render(parse_messages(messages, system))
+        """A user's messages (see parse_messages) as a prompt for the assistant's answer. ValueError
+        if the template leaves one out, as many do with roles that they do not know."""
+        parsed = parse_messages(messages, system)
+        prompt = self.render(parsed)
+        marks = [f"[message {i} of {len(parsed)}]" for i in range(len(parsed))]
+        try:
+            marked = self.render([m | {"content": x} for m, x in zip(parsed, marks)])
+        except ValueError:  # a template that wants a form of the content
+            return prompt
+        for i, (message, mark) in enumerate(zip(parsed, marks)):
+            if mark not in marked:
+                i -= len(parsed) - len(messages)
+                where = "the system prompt" if i < 0 else f"messages[{i}]"
+                role = message["role"]
+                raise ValueError(f"{where}: the chat template leaves it out (role {role!r})")
+        return prompt
 
     def render(
         self, messages: list[dict[str, str]], add_generation_prompt: bool = True, **variables: Any

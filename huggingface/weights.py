@@ -31,7 +31,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from huggingface.tokenizer import read_json
+from huggingface.tokenizer import diagnose_file, read_json
 from model import FP8_BLOCK, ModelConfig, Transformer
 
 # Module or parameter -> its name in a Hugging Face checkpoint; ".weight" and ".bias" of a module
@@ -343,10 +343,12 @@ def _open_safetensors(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as f:
             yield f
-    except (SafetensorError, OSError) as e:
-        raise ValueError(
-            f"{path}: cannot be read ({e}); it may be truncated, copy it again"
-        ) from None
+    except OSError as e:
+        raise ValueError(f"{path}: cannot be read ({e}); copy it again") from None
+    except SafetensorError as e:
+        with open(path, "rb") as file:
+            why = diagnose_file(file.read(100))
+        raise ValueError(f"{path}: cannot be read ({e}); {why}") from None
 
 
 def _stored_tensors(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:

@@ -50,7 +50,8 @@ ASKS_NOTHING = {  # fields that are not supported -> values with which they have
     "tools": ([],), "functions": ([],), "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"), "parallel_tool_calls": (True, False),
     "modalities": (["text"],), "store": (False,), "suffix": ("",), "stop_token_ids": ([],),
-    "include_obfuscation": (False,),
+    "include_obfuscation": (False,), "continuous_usage_stats": (False,), "metadata": ({},),
+    "service_tier": ("auto", "default"), "add_generation_prompt": (True,),
 }  # fmt: skip
 RESPONSE_FORMATS = {"text": (), "json_object": (), "json_schema": ("json_schema",)}  # their fields
 JSON_SCHEMA = {"name": str, "description": str, "strict": bool}  # have no effect: always strict

@@ -12,6 +12,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import signal
 import socket
 import sys
@@ -267,6 +268,8 @@ def batch_files(args: GenerateConfig) -> tuple[Path, Results, str]:
         raise ValueError(f"--out {out}: there is no folder {out.parent}")
     if out.is_dir():
         raise ValueError(f"--out {out}: a folder; give a file in it")
+    if out.exists() and not out.is_file():  # results are read again, and a device has no end
+        raise ValueError(f"--out {out}: a device or a pipe; give a file")
     if out.exists() and out.samefile(args.batch):
         raise ValueError(f"--out {out} is the requests file; use another")
     previous, run = read_results(out), run_hash(args)
@@ -549,14 +552,14 @@ def api_keys(args: GenerateConfig) -> list[str]:
     if args.api_key_file is not None:
         name = f"--api-key-file {args.api_key_file}"
         try:
-            found[name] = args.api_key_file.read_text(encoding="utf-8").splitlines()
+            found[name] = args.api_key_file.read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as e:
             raise ValueError(f"{name}: cannot be read ({e})") from None
         if not found[name]:
             raise ValueError(f"{name} is empty; give a key in each line")
     for name, keys in found.items():
-        if not all(key.split() == [key] for key in keys):
-            raise ValueError(f"{name}: a key is empty or has spaces; give a word")
+        if not all(re.fullmatch("[!-~]+", key) for key in keys):  # what a header can have
+            raise ValueError(f"{name}: a key must be a word of visible ASCII characters")
     return [key for keys in found.values() for key in keys]
 
 

@@ -122,7 +122,12 @@ class Server:
             Route("/health", self.health),
             Route("/", lambda _: FileResponse(PAGE)),
         ]
-        error = lambda _, e: _error(APIError(e.status_code, e.detail, **(e.headers or {})))
+        paths = ", ".join(sorted(r.path for r in routes if "{" not in r.path))
+
+        def error(request: HTTPRequest, e: HTTPException) -> Response:
+            text = f"{request.method} {request.url.path}: {e.detail}; the paths are {paths}"
+            return _error(APIError(e.status_code, text, **(e.headers or {})))
+
         handlers = {HTTPException: error}
         app = Starlette(routes=routes, exception_handlers=handlers, lifespan=self._lifespan)
         if self.origin:
