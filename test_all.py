@@ -15604,7 +15604,7 @@ HTTP_NO_CALL = [  # status, words, path, body
 def test_server_refuses_what_it_does_not_have():
     """Status, message and field of the API's error object, without a path of this machine. Of two
     prompts, one of which is not valid, neither runs."""
-    template = "{{ ''.__class__ if messages[0].content == 'unsafe' else 'x' }}"
+    template = "{{ ''.__class__ if messages[0].content == 'unsafe' else messages[0].content }}"
     tables = {
         "/v1/completions": (HTTP_REFUSED, dict(prompt="x")),
         "/v1/chat/completions": (HTTP_REFUSED_CHATS, dict(messages=[message("user", "x")])),
