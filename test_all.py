@@ -12310,6 +12310,50 @@ def test_structured_texts_of_random_schemas_are_valid():
             assert validator.is_valid(json.loads(text)), (schema, text)
 
 
+SCHEMA_OF_EVERY_KEYWORD = {
+    "$defs": {"b": {"type": "string", "pattern": "^a[bc]$"}}, "type": "object", "title": "t",
+    "properties": {
+        "s": {"$ref": "#/$defs/b"}, "n": {"type": "number", "minimum": 0, "exclusiveMaximum": 5},
+        "i": {"type": ["integer", "null"], "minimum": -3, "maximum": 30},
+        "a": {"type": "array", "items": {"enum": [1, "x", None]}, "minItems": 1, "maxItems": 3},
+        "o": {"oneOf": [{"const": "a"}, {"const": "b"}]}, "d": {"type": "string", "format": "date"},
+        "l": {"allOf": [{"type": "string"}, {"minLength": 1, "maxLength": 3}]},
+        "y": {"anyOf": [{"type": "boolean"}, {"type": "object", "additionalProperties": False}]},
+    },
+    "required": ["s", "n"], "additionalProperties": False,
+}  # fmt: skip
+HOSTILE_SCHEMAS = [
+    *(None, True, False, -1, 0, 2.0, INF, math.nan, 10**400, -0.0, "", "x", "\ud800", [], {}, [{}]),
+    *([None], {"foo": 1}, ["x"] * 200, "#", "#/$defs/b", "^(", "(?<a>x)", ["object", "null"]),
+    reduce(lambda x, _: [x], range(80), []),
+]
+
+
+def test_structured_a_hostile_value_anywhere_is_a_value_error():
+    """Any value at any place of a schema, or as a keyword added there, and two at once: a pattern,
+    or ValueError with few words."""
+    rng, base, n_accepted = random.Random(5), SCHEMA_OF_EVERY_KEYWORD, 0
+    places = [path for path in paths_of(base) if path]
+    keywords = sorted(JS.IGNORED | {path[-1] for path in places if isinstance(path[-1], str)})
+    keywords += ["not", "prefixItems", "multipleOf", "patternProperties"]
+    changes = [[(path, x)] for path in places for x in HOSTILE_SCHEMAS]
+    for _ in range(700):
+        path, other = rng.choice(places), rng.choice(places)
+        changes.append([((*path, rng.choice(keywords)), rng.choice(HOSTILE_SCHEMAS))])
+        changes.append([(at, rng.choice(HOSTILE_SCHEMAS)) for at in (path, other)])
+    for change in changes:
+        schema = base
+        for path, value in change:
+            with contextlib.suppress(KeyError, IndexError, TypeError):  # what was there is gone
+                schema = changed_at(schema, path, partial(set_item, value=value))
+        try:
+            JS.pattern_of_schema(schema)
+            n_accepted += 1
+        except ValueError as e:
+            assert str(e).startswith(("is ", "has ")) and len(str(e)) < 1500, (change, e)
+    assert len(changes) / 10 < n_accepted < len(changes) * 0.9
+
+
 BOUNDED_REPEATS = [  # a pattern or a schema; the most states; texts, and others
     ("[A-Z][A-Za-z ]{0,40}", 50, ["A", "A" * 41], ["a", "A" * 42]),
     ("a[ab]{20}", 30, ["a" * 21], ["a" * 20, "b" * 21]),
@@ -15681,6 +15725,10 @@ def paths_of(value: Any, at: tuple = ()) -> Iterator[tuple]:
             yield from paths_of(x, (*at, key))
 
 
+def set_item(container: Any, key: Any, value: Any) -> None:
+    container[key] = value
+
+
 def changed_at(value: Any, path: tuple, change: Callable[[Any, Any], Any]) -> Any:
     """A copy of a JSON value after change(parent, key) of the last key of a path."""
     value = copy.deepcopy(value)
@@ -15721,6 +15769,53 @@ def test_server_fields_at_every_depth(parse, monkeypatch):
             if value is None and isinstance(path[-1], str) and path[0] != "logit_bias":
                 absent = outcome(changed_at(body, path, lambda x, key: x.pop(key)))
                 assert (accepted, why) == absent, path
+
+
+@pytest.mark.parametrize("parse", [OA.parse_completion, OA.parse_chat], ids=["text", "chat"])
+def test_server_hostile_values_together_are_refused_or_run(parse):
+    """Bodies with one to three hostile values: each is a 400 that names one of its fields, or the
+    Engine queues it or refuses it in the words of the API."""
+    base, tokenizer = BODIES_OF_EVERY_FIELD[parse], K.DummyTokenizer(97)
+    template = ChatTemplate(REPO / "x.jinja", {"default": CHATML}, {})
+    served = OA.Model("test", tokenizer, template, 400, 97)
+    base = {name: value for name, value in base.items() if name != "model"}
+    places = [path for path in paths_of(base) if path]
+    values = [
+        *HOSTILE_VALUES,
+        1,
+        5,
+        96,
+        97,
+        2**63,
+        {"96": -100},
+        {"97": 1},
+        [5, 96],
+        [97],
+        "é" * 200,
+    ]
+    service = V.Service(random_model(tiny()), tokenizer, num_blocks=120)
+    rng, n_queued, n_refused = random.Random(7), 0, 0
+    for _ in range(1200):
+        body, changed = base, [rng.choice(places) for _ in range(rng.randrange(1, 4))]
+        for path in changed:
+            value = rng.choice(values)
+            with contextlib.suppress(KeyError, IndexError, TypeError):
+                body = changed_at(body, path, partial(set_item, value=value))
+        try:
+            call = parse(BF.parse_json(json.dumps(body).encode()), served)
+            for request in call.requests:
+                try:
+                    request.params = replace(request.params, grammar=None)
+                    service.add(request)
+                    service.abort(request)
+                except ValueError as e:
+                    raise OA.invalid(e, call.max_tokens_field) from None
+            n_queued += 1
+        except OA.APIError as e:
+            n_refused += 1
+            named = re.match(r"\w+", e.param or "")
+            assert e.status == 400 and named and named[0] in body, (changed, str(e), e.param)
+    assert n_queued > 50 and n_refused > 50
 
 
 def test_server_takes_back_what_the_openai_package_returns():
@@ -23050,6 +23145,36 @@ def test_lora_files_are_in_pefts_format(tmp_path):
     one = LO.adapter_parameters(LO.load_adapters_(lora_model(), tmp_path, rename=LORA_PEFT))
     names = [f"layers.1.mlp.up_proj.lora_{x}" for x in "ab"]
     assert bitwise_equal(one, {name: dict(model.named_parameters())[name] for name in names})
+
+
+PEFT_VALUES = [
+    *(None, True, False, -1, 0, 2, 0.5, INF, math.nan, 10**400, "", "x", "all", "pissa", "\ud800"),
+    *([], {}, [None], ["q_proj"], ["lm_head"], {"q_proj": 8}, {"foo": 1}, [0], [10**30]),
+]
+
+
+def test_lora_any_value_of_a_field_is_read_or_refused_by_name(tmp_path):
+    """Of every field of PEFT's LoraConfig, and unknown ones: with any value the adapter has its
+    rank, alpha and tensors, or there is one line that names file and field."""
+    fields = {f.name for f in dataclasses.fields(pytest.importorskip("peft").LoraConfig)}
+    LO.save_adapters(lora_adapted(2), tmp_path, base="x")
+    path, modules = tmp_path / LO.CONFIG, dict(lora_model().named_modules()).items()
+    good, n_accepted = json.loads(path.read_text()), 0
+    shapes = {n: (m.in_features, m.out_features) for n, m in modules if isinstance(m, nn.Linear)}
+    _, _, want = LO.read_adapters(tmp_path, shapes)
+    rng, fields = random.Random(3), sorted(fields | {"foo", "", "R"})
+    for field, value in ((f, x) for f in fields for x in rng.sample(PEFT_VALUES, 9)):
+        path.write_text(json.dumps(good | {field: value}))
+        try:
+            rank, alpha, tensors = LO.read_adapters(tmp_path, shapes)
+        except ValueError as e:
+            assert LO.CONFIG in str(e) and field in str(e) and len(str(e).splitlines()) == 1
+            assert len(str(e)) < 300 + len(str(path))
+        else:
+            assert rank == 2 and alpha == (value if field == "lora_alpha" else good["lora_alpha"])
+            assert tensors.keys() == want.keys()
+            n_accepted += 1
+    assert n_accepted > 50
 
 
 def test_lora_bad_files_are_refused(tmp_path):

@@ -265,7 +265,8 @@ def read_adapters(
         C, F = shapes[name]
         for key, shape in zip(keys, ((rank, C), (F, rank))):
             found = tuple(tensors[key].shape)
-            _check(found == shape, f"{folder / WEIGHTS}: {key} has shape {found}, not {shape}")
+            error = f"{folder / WEIGHTS}: {key} has shape {found}, not {shape}"
+            _check(found == shape, f"{error} as r in {CONFIG} and this model give")
             finite = tensors[key].isfinite().all()
             _check(finite, f"{folder / WEIGHTS}: {key} has values that are not finite")
     return rank, alpha, {name: (tensors[a], tensors[b]) for name, (a, b) in wanted.items()}
@@ -292,6 +293,7 @@ def _read_config(path: Path, read: Callable[[Path], bytes]) -> dict[str, Any]:
         raise ValueError(f"{path}: {field!r:.80} is {value!r:.80}, which is not supported; {fix}")
     try:
         _check_rank(config["r"], config["lora_alpha"])
+        _check(config["r"] < 2**31, "r must be the rank of the tensors")
     except ValueError as e:
         raise ValueError(f"{path}: {str(e).replace('alpha', 'lora_alpha', 1)}") from None
     return config
