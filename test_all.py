@@ -20810,6 +20810,9 @@ def test_gguf_and_all_programs_end_a_text_at_the_same_ids(tmp_path):
             done = json.loads(run_generate("x", *flags.split()).out)
             assert done["finish_reason"] == ("eos" if id in ends else "length"), id
     assert templates[0] == templates[1] and templates[0].endswith("<|end|>")
+    metadata = GF.Header(path).metadata
+    for key in ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"):  # by gguf's tools
+        assert {*GT.end_ids(metadata | {key: 9})} >= {5, 6, 7, 8, 9}
 
 
 @needs_gguf

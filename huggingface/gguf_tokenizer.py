@@ -136,10 +136,12 @@ def _token_types(meta: Mapping[str, Any], tokens: Sequence[Any]) -> list[int]:
 def end_ids(metadata: Mapping[str, Any]) -> list[Any]:
     """config.json's eos_token_id, of metadata with defaults; not checked yet."""
     tokens, ids = metadata.get(f"{START}tokens"), metadata.get(END_IDS)
-    if not isinstance(ids, list):
+    given = [metadata[key] for key in EOS if key in metadata]
+    if isinstance(ids, list):  # gguf's tools may have changed the others since
+        ids = ids + [metadata[key] for key in EOS[1:] if key in metadata]
+    else:
         names = enumerate(tokens if isinstance(tokens, list) else ())
-        ids = [metadata[key] for key in EOS if key in metadata]
-        ids += [id for id, token in names if token in END_TOKENS]
+        ids = given + [id for id, token in names if token in END_TOKENS]
     return [id for i, id in enumerate(ids) if id not in ids[:i]]
 
 

@@ -356,7 +356,7 @@ class RequestFile:
         if given == ["prompt"]:
             if not isinstance(value, str) or not value:
                 raise ValueError("prompt must be a non-empty string")
-            return self._encode(_insert_fields(value, values), bos=True)
+            return self._encode(_insert_fields(value, values), "prompt")
         if given == ["prompt_ids"]:
             if "fields" in values:
                 raise ValueError("fields cannot be combined with prompt_ids; give a prompt")
@@ -366,13 +366,13 @@ class RequestFile:
         if self.template is None:
             raise ValueError("messages: the checkpoint has no chat template; give a prompt")
         text = _insert_fields(self.template.prompt(value, self.system), values)
-        return self._encode(text, bos=False)
+        return self._encode(text, "messages")
 
-    def _encode(self, text: str, bos: bool) -> list[int]:
+    def _encode(self, text: str, field: str) -> list[int]:
         try:
-            return self.tokenizer.encode_prompt(text, self.max_bytes, bos)
+            return self.tokenizer.encode_prompt(text, self.max_bytes, bos=field == "prompt")
         except ValueError as e:
-            raise ValueError(f"the prompt {e}") from None
+            raise ValueError(f"{field}: the text {e}") from None
 
 
 def _insert_fields(text: str, values: dict[str, Any]) -> str:
