@@ -15818,6 +15818,44 @@ def test_server_hostile_values_together_are_refused_or_run(parse):
     assert n_queued > 50 and n_refused > 50
 
 
+LINES_OF_EVERY_FIELD = [
+    dict(id="a", prompt="x{fields}", fields={"f": "v"}, priority=1, client="c", max_new_tokens=3,
+         temperature=0.5, top_p=0.9, top_k=3, min_p=0.1, seed=1, n=2, stop=["x"], logprobs=1,
+         repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1, min_new_tokens=1,
+         logit_bias={"5": 1.0}, ignore_eos=False),
+    dict(messages=[message("user", "x")], json_schema={"type": "null"}, ignore_eos=False),
+    dict(prompt_ids=[5, 6]),
+]  # fmt: skip
+
+
+def test_serving_any_value_in_a_line_of_a_batch_is_read_or_named(tmp_path):
+    """Any value anywhere in a line of --batch, and any unknown field: a request, or one error line
+    that names line and field."""
+    lines, changed = [], []
+    for line in LINES_OF_EVERY_FIELD:
+        for path in (path for path in paths_of(line) if path):
+            for value in HOSTILE_VALUES:
+                lines.append(changed_at(line, path, partial(set_item, value=value)))
+                changed.append((path, value))
+        lines.append(line | {"foo": 1})
+        changed.append((("foo",), 1))
+    lines = [line | ({} if at[0] == "id" else {"id": f"r{i}"})
+             for i, (line, (at, _)) in enumerate(zip(lines, changed))]  # fmt: skip
+    tokenizer = K.DummyTokenizer(97)
+    template = ChatTemplate(REPO / "x.jinja", {"default": CHATML}, {})
+    path, n_errors = tmp_path / "in.jsonl", 0
+    path.write_text("\n".join(map(json.dumps, lines)))
+    file = V.RequestFile(path, {}, tokenizer, template, None, greedy(3), 400)
+    for i, ((at, value), got) in enumerate(zip(changed, file, strict=True), 1):
+        if isinstance(got, V.Request):
+            assert at != ("foo",)
+            continue
+        n_errors += 1
+        named = (at[0], "prompt") if at[0] == "fields" else at[:1]  # which they become a part of
+        assert f"line {i}: " in got["error"] and any(name in got["error"] for name in named), got
+    assert 100 < n_errors < len(lines) - 50
+
+
 def test_server_takes_back_what_the_openai_package_returns():
     """Its messages, streamed, parsed or not, as objects and with all fields as JSON; and the chat
     is that of role and text alone. Fields that ask for nothing have no effect."""
