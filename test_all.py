@@ -21060,7 +21060,7 @@ def test_data_shards_hold_the_documents(data_folder):
     assert len(shards.maps) > 5 and shards.index == {"rows": len(shards), "documents": 120}
     rows = [shards.row(i) for i in range(len(shards))]
     assert torch.equal(torch.stack(rows), torch.cat(shards.maps))
-    ends = [int(p.stem.partition("-")[2]) for p in sorted(data_folder.glob("*.rows"))]
+    ends = [shard.documents for shard in SHARDS.list_shards(data_folder)]
     for begin, end, part in zip([0, *ends[:-1]], ends, shards.maps, strict=True):
         assert data_decoded(part) == data_predictions(documents[begin:end], 16)
         sizes = [len(ids) for ids in documents[begin:end]]
@@ -21088,7 +21088,7 @@ def test_data_interrupted_tokenization_resumes(data_folder, tmp_path, data_small
         SHARDS.Shards(tmp_path, DATA_ABOUT, timeout=1e9).row(10_000)
     (tmp_path / ".000099-1.rows.7.tmp").write_bytes(b"half")
     written = {p: p.stat().st_mtime_ns for p in tmp_path.glob("*.rows")}
-    done = int(max(written).stem.partition("-")[2])
+    done = SHARDS.list_shards(tmp_path)[-1].documents
     assert len(written) > 2 and 30 < done <= 60
     broken.clear()
     for encoded in ([text for _, text in data_texts()[done:]], []):
@@ -21181,6 +21181,68 @@ def test_data_readers_do_not_wait_for_a_dead_writer(data_folder, tmp_path, data_
     with pytest.raises(ValueError, match="no process is writing it"):
         shards.block(0)
     assert 0.2 < data_clock.now < 0.3
+
+
+def damage_shard(folder: Path, damage: str) -> Path:
+    """Damage the third shard of a folder; returns what an error must name."""
+    path, other = sorted(folder.glob("*.rows"))[2:4]
+    content = path.read_bytes()
+    if damage in ("flipped", "zeros"):
+        changed = bytearray(content) if damage == "flipped" else bytearray(len(content))
+        changed[len(content) // 2] ^= 1
+        path.write_bytes(changed)
+    elif damage == "swapped":
+        path.write_bytes(other.read_bytes()[: len(content)].ljust(len(content), b"\0"))
+    elif damage in ("cut", "cut to rows", "longer", "empty"):
+        sizes = {"cut": -3, "cut to rows": -4 * 17, "empty": -len(content)}
+        path.write_bytes((content + bytes(4 * 17))[: len(content) + sizes.get(damage, 99999)])
+    elif damage == "twice":
+        shutil.copy(path, path.with_name(f"{path.name[:19]}-9-{'0' * 16}.rows"))
+    elif damage == "foreign":
+        (folder / "000002.rows").write_bytes(content)
+    else:
+        path.unlink()
+        if damage == "folder":
+            path.mkdir()
+    return path if damage in ("flipped", "zeros", "swapped", "empty", "folder") else folder
+
+
+@pytest.mark.parametrize(
+    "damage",
+    "flipped,zeros,swapped,cut,cut to rows,longer,empty,twice,foreign,missing,folder".split(","),
+)
+def test_data_a_damaged_shard_is_never_read(damage, data_folder, tmp_path):
+    """The file is named, with the fix, before one of its rows is returned; other shards are read."""
+    folder = Path(shutil.copytree(data_folder, tmp_path / "shards"))
+    whole, named = SHARDS.Shards(data_folder), damage_shard(folder, damage)
+    with pytest.raises((ValueError, OSError)) as error:
+        shards = SHARDS.Shards(folder)
+        start, stop = whole.row_offsets[2:4]
+        for i in range(len(whole)):
+            if not start <= i < stop:
+                assert torch.equal(shards.row(i), whole.row(i))
+        shards.row(stop - 1)
+    assert str(named) in str(error.value)
+    assert re.search("restore it|remove the copy|move it|were written", str(error.value))
+
+
+@pytest.mark.parametrize("index", ["", "{}", "[]", '{"rows": null, "documents": 1}', "5"])
+def test_data_a_damaged_index_is_written_again(index, data_folder, tmp_path):
+    """From the shards, without tokenizing a document again."""
+    folder = Path(shutil.copytree(data_folder, tmp_path / "shards"))
+    (folder / SHARDS.INDEX).write_text(index)
+    assert not SHARDS.Shards(folder).finished
+    data_write(folder, encode=lambda: None)
+    assert data_files(folder) == data_files(data_folder) and SHARDS.Shards(folder).finished
+
+
+def test_data_shards_of_older_versions_are_read(data_folder, tmp_path):
+    """Names without rows and hash."""
+    folder = Path(shutil.copytree(data_folder, tmp_path / "shards"))
+    for path in folder.glob("*.rows"):
+        path.rename(folder / f"{path.name[:19]}.rows")
+    old, new = SHARDS.Shards(folder), SHARDS.Shards(data_folder)
+    assert torch.equal(torch.cat(old.maps), torch.cat(new.maps)) and old.row(0).any()
 
 
 def test_data_readers_of_later_sources_hear_of_a_failed_writer(tmp_path, monkeypatch):
@@ -38384,6 +38446,23 @@ def test_train_scale_changed_data_is_refused(train_runs, tmp_path, capsys):
         assert T.main(argv) == 2
         error = capsys.readouterr().err
         assert words in error.splitlines()[-1] and "Traceback" not in error, error
+
+
+@pytest.mark.parametrize("part", ["0", "held"])
+def test_train_scale_a_changed_shard_is_refused_and_rebuilt(part, train_runs, tmp_path, capsys):
+    """Without the folder, as the error says, --resume goes on with the same rows."""
+    out, whole = train_runs.copy("packed", tmp_path / "out"), train_runs["packed"]
+    folder = out / "data" / part
+    path = min(folder.glob("*.rows"))
+    flip_byte(path, 99)
+    assert train_main("--out", out, "--resume", "--steps", 12) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert f"{path}: has changed" in error and "delete the folder" in error
+    shutil.rmtree(folder)
+    resume(out, "--steps", 12)
+    assert [p.name for p in folder.glob("*.rows")] == [
+        p.name for p in (whole / "data" / part).glob("*.rows")
+    ]
 
 
 # ---- the folder of a run ----

@@ -520,7 +520,10 @@ def write_tokens(
 def read_tokens(path: Path) -> Tensor:
     """The file of write_tokens, memory-mapped, (n,) int32."""
     size = path.stat().st_size // 4
-    return torch.from_file(str(path), shared=False, size=size, dtype=torch.int32)
+    try:
+        return torch.from_file(str(path), shared=False, size=size, dtype=torch.int32)
+    except RuntimeError as e:  # a folder, or no permission
+        raise OSError(f"{path}: cannot be read ({str(e).splitlines()[0]})") from None
 
 
 def get_batch(

@@ -126,7 +126,9 @@ def prepare_text(args: TrainConfig, config: ModelConfig, env: DistEnv) -> Datase
         for failed in args.out.glob(f"data/*/{shards.FAILED}"):  # of an earlier start
             failed.unlink()
         names = TOKEN_FILES[1:] if args.streamed else TOKEN_FILES
-        if not (args.resume and all((args.out / name).exists() for name in names)):
+        complete = all((args.out / name).exists() for name in names)
+        complete &= not args.pack or shards.read_index(args.out / "data" / "held") is not None
+        if not (args.resume and complete):
             write_token_files(args, config, paths)
             verify_files(args.out)  # with --resume: one was missing, and the data must be the same
 
@@ -140,7 +142,7 @@ def prepare_text(args: TrainConfig, config: ModelConfig, env: DistEnv) -> Datase
         rows = lambda step, i: get_batch(tokens, args.seed, step, i, B, T)
         return Dataset(rows, validation, len(tokens), len(tokens))
     folders = {path: args.out / "data" / str(i) for i, path in enumerate(paths)}
-    if args.resume and not all((folder / shards.INDEX).exists() for folder in folders.values()):
+    if args.resume and not all(map(shards.read_index, folders.values())):
         rank0_first(env, lambda: verify_data(args))  # the rest of it will be tokenized
     if env.rank == 0:
         tokenize = partial(write_shards, args, config, folders)

@@ -7,6 +7,11 @@ atomically and from its own documents only: memory is bounded, a killed run cont
 shard, and `Shards` reads finished shards while others are written. `Stream.rows` is a pure function
 of seed, step, sample index and files: no state to save, the same rows on any number of ranks.
 
+A shard's name has its number of rows and the start of its sha256. The size is checked when a folder
+is opened, the content when a process reads the first row of a shard: a truncated or changed file is
+never trained on, and a start does not read the whole data set (MosaicML's streaming checks its
+hashes when it downloads a shard). Cost: 6 ms per shard of 8 MB and process.
+
 When it loses: a sorted source stays roughly sorted in its first epoch, which shuffles a few shards
 at a time.
 
@@ -20,6 +25,7 @@ if __name__ == "__main__":
     raise SystemExit("this is a part of train.py; run: python train.py --help")
 
 import array
+import hashlib
 import json
 import math
 import re
@@ -34,7 +40,7 @@ from fractions import Fraction
 from functools import lru_cache, partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,6 +61,57 @@ def _check(condition: Any, message: str) -> None:
 # --------------------------------------------------------------------------------------------------
 
 ABOUT, INDEX, FAILED = "about.json", "index.json", "failed.txt"
+REBUILD = "delete the folder, and --resume tokenizes the data again"
+# number, total documents up to its end, rows, start of its sha256 (older folders lack these two)
+SHARD_NAME = re.compile(r"(\d{6,})-(\d{12,})(?:-(\d+)-([0-9a-f]{16}))?\.rows")
+
+
+class ShardFile(NamedTuple):
+    """A shard, by its name. rows, digest: None in folders that older versions have written."""
+
+    path: Path
+    documents: int  # of all shards up to this one
+    rows: int | None
+    digest: str | None
+
+
+def list_shards(folder: Path, finished: bool = False) -> list[ShardFile]:
+    """The shards of a folder, in order, up to the first that is missing: a listing of a folder that
+    grows may lack one. ValueError if the folder is finished, a number is there twice, or a *.rows
+    file has another name."""
+    shards: list[ShardFile] = []
+    for path in sorted(folder.glob("*.rows")):
+        match = SHARD_NAME.fullmatch(path.name)
+        _check(match, f"{path}: is not the name of a shard; move it out of the folder")
+        number, documents, rows, digest = match.groups()
+        twice = f"{path}: there is another shard of this number; remove the copy"
+        _check(int(number) >= len(shards), twice)
+        if int(number) > len(shards):
+            missing = f"{folder}: the shard before {path.name} is missing; restore it, or {REBUILD}"
+            _check(not finished, missing)
+            break
+        shards.append(ShardFile(path, int(documents), rows and int(rows), digest))
+    return shards
+
+
+def read_index(folder: Path) -> dict[str, int] | None:
+    """The total {"rows", "documents"} of a finished folder; None: not finished, or damaged."""
+    index = _read_json(folder / INDEX) or {}
+    return index if all(type(index.get(name)) is int for name in ("rows", "documents")) else None
+
+
+def map_shard(shard: ShardFile, width: int) -> Tensor:
+    """A shard's rows (R, width), memory-mapped. ValueError if its size is another than written."""
+    size, row = shard.path.stat().st_size, 4 * width
+    written = size // row * row if shard.rows is None else shard.rows * row
+    error = f"{shard.path}: has {size} bytes, but {written} were written; restore it, or {REBUILD}"
+    _check(size == written, error)
+    return read_tokens(shard.path).view(-1, width)
+
+
+def shard_digest(rows: Tensor) -> str:
+    """The start of the sha256 of a shard's rows, int32 in memory."""
+    return hashlib.sha256(rows.numpy()).hexdigest()[:16]
 
 
 def tokenize(
@@ -80,7 +137,7 @@ def tokenize(
             for name in (INDEX, ABOUT, "*.rows"):
                 _remove(folder, name)
             _write_json(folder / ABOUT, about)
-        if (index := _read_json(folder / INDEX)) is not None:
+        if (index := read_index(folder)) is not None:
             return index
         _remove(folder, ".*.tmp")
         _remove(folder, FAILED)
@@ -98,15 +155,16 @@ def _write_shards(
     documents: Iterable[Document], make_encode: Callable[[], BatchEncode], folder: Path,
     workers: int, about: Mapping[str, Any],
 ) -> dict[str, int]:  # fmt: skip
-    """Shards are named "NUMBER-DOCUMENTS.rows": the total number of documents up to their end."""
+    """Write the shards that follow those in the folder, and the index."""
     make_rows = pack_rows if about["pack"] else window_rows
-    shards = sorted(folder.glob("*.rows"))
-    done = int(shards[-1].stem.partition("-")[2]) if shards else 0
+    shards = list_shards(folder)
+    done = shards[-1].documents if shards else 0
     number, total, pending, size = len(shards), done, [], 0
 
     def write() -> None:
-        rows = make_rows(pending, about["seq_len"])
-        with open_atomically(folder / f"{number:06}-{total:012}.rows") as f:
+        rows = make_rows(pending, about["seq_len"]).contiguous()
+        name = f"{number:06}-{total:012}-{len(rows)}-{shard_digest(rows)}.rows"
+        with open_atomically(folder / name) as f:
             f.write(rows.numpy())
 
     for ids in _encode_documents(islice(documents, done, None), make_encode, workers):
@@ -118,8 +176,9 @@ def _write_shards(
     if pending:
         write()
     _check(total, f"{folder}: there are no documents to write")
-    values = sum(path.stat().st_size for path in folder.glob("*.rows")) // 4
-    index = {"rows": values // (about["seq_len"] + 1), "documents": total}
+    width = about["seq_len"] + 1
+    rows = sum(map(len, (map_shard(shard, width) for shard in list_shards(folder))))
+    index = {"rows": rows, "documents": total}
     _write_json(folder / INDEX, index)
     return index
 
@@ -234,10 +293,11 @@ class Rows:
 class Shards:
     """Memory-mapped rows of a folder that tokenize writes or has written, as a source of Stream.
 
-    Reading a row waits until it is written. ValueError if the writer failed, or if there has been
-    none for `timeout` seconds. about: values that the folder's about.json must have, also waited
-    for. block: number of shards shuffled together in the first epoch. The file system must be
-    shared by all ranks, with locks; else write a folder on each node.
+    Reading a row waits until it is written. ValueError if the writer failed, if there has been none
+    for `timeout` seconds, or if a shard is not as it was written. about: values that the folder's
+    about.json must have, also waited for. block: number of shards shuffled together in the first
+    epoch. The file system must be shared by all ranks, with locks; else write a folder on each
+    node.
     """
 
     def __init__(
@@ -246,7 +306,9 @@ class Shards:
     ):  # fmt: skip
         self.folder, self.timeout, self.block_shards = Path(folder), timeout, block
         self.index: dict[str, int] | None = None
+        self.files: list[ShardFile] = []
         self.maps: list[Tensor] = []
+        self.verified: set[int] = set()  # shards whose content this process has checked
         self.row_offsets = [0]  # index of the first row of each shard, and of the next one
         required = json.loads(json.dumps(dict(about or {})))
         actual = lambda: _read_json(self.folder / ABOUT) or {}
@@ -270,18 +332,19 @@ class Shards:
                 why = f"no process is writing it, and it {what}"
                 if failed.exists():
                     why = f"its writer failed: {failed.read_text(encoding='utf-8').strip()}"
-                raise ValueError(f"{self.folder}: {why}; tokenize again, which continues from here")
+                raise ValueError(f"{self.folder}: {why}; --resume tokenizes it again")
 
     def _refresh(self) -> None:
         """Map shards written since the last call."""
         if self.index is not None:
             return
-        index = _read_json(self.folder / INDEX)  # read first: it is written after all shards
-        for path in sorted(self.folder.glob("*.rows"))[len(self.maps) :]:
-            self.maps.append(read_tokens(path).view(-1, self.width))
+        index = read_index(self.folder)  # read first: it is written after all shards
+        for file in list_shards(self.folder, index is not None)[len(self.files) :]:
+            self.maps.append(map_shard(file, self.width))
+            self.files.append(file)
             self.row_offsets.append(self.row_offsets[-1] + len(self.maps[-1]))
         have, written = self.row_offsets[-1], index["rows"] if index else None
-        error = f"{self.folder}: has {have} of the {written} rows written; delete it to rebuild"
+        error = f"{self.folder}: has {have} of the {written} rows written; {REBUILD}"
         _check(written in (None, have), error)
         self.index = index
 
@@ -304,7 +367,16 @@ class Shards:
         self._wait(lambda: self._shard(i) is not None or self.finished)
         shard = self._shard(i)
         _check(shard is not None, f"{self.folder}: has {self.row_offsets[-1]} rows, no row {i}")
+        self._verify(shard)
         return self.maps[shard][i - self.row_offsets[shard]]
+
+    def _verify(self, i: int) -> None:
+        """ValueError if the content of shard i, read for the first time, is not what was written."""
+        path, digest = self.files[i].path, self.files[i].digest
+        if i not in self.verified and digest is not None:
+            same = shard_digest(self.maps[i]) == digest
+            _check(same, f"{path}: has changed since it was written; restore it, or {REBUILD}")
+        self.verified.add(i)
 
     def block(self, i: int) -> range | None:
         """The range of rows shuffled together with row i in the first epoch; None past the end.
