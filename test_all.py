@@ -38577,6 +38577,37 @@ def test_train_scale_a_failed_validation_costs_no_step(train_runs, tmp_path, mon
         assert bitwise_equal(SD.read_state(out), SD.read_state(whole))
 
 
+@pytest.mark.parametrize(
+    "method, alone", [("validate", True), *(pytest.param(x, False, marks=pytest.mark.slow) for x in
+                                            ("validate", "batch"))],
+)  # fmt: skip
+def test_train_scale_a_failure_on_ranks_costs_no_checkpoint(
+    method, alone, train_runs, tmp_path, monkeypatch
+):
+    """A rank that fails alone: the checkpoint of that step is complete before the validation ends.
+    All fail: the step is saved, due or not. The resumed run has the bits of the whole one."""
+    flags, out, calls = "--eval-every 3 --save-every 3", tmp_path / "out", itertools.count(1)
+    flags = flags if alone else "--eval-every 3 --save-every 5"
+    real, stop = getattr(STEP.NextToken, method), 2 if method == "validate" else 7
+
+    def fail(*args):
+        if next(calls) == stop and (os.environ.get("RANK") == "1" or not alone):
+            raise ValueError("a reward failed")
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(STEP.NextToken, method, fail)
+        if alone:
+            patch.setattr(T, "all_ranks_reach", partial(T.all_ranks_reach, seconds=0))
+        codes = train_on_ranks(train_runs.argv(flags, out), 2, tmp_path / "log")
+    assert all(codes) and "a reward failed" in (tmp_path / "log").read_text()
+    assert saved_steps(out) == ([3, 6] if alone else [5, 6])
+    resumed = ["--out", str(out), "--resume"]
+    assert not any(train_on_ranks(resumed, 2, tmp_path / "log"))
+    train_runs.on_ranks(flags, whole := tmp_path / "whole", 2)
+    assert bitwise_equal(SD.read_state(out), SD.read_state(whole))
+
+
 def test_train_scale_says_so_if_nothing_was_saved(train_runs, tmp_path, capsys):
     """A model of NaN: there is no checkpoint to resume from."""
     init = train_runs.copy("plain", tmp_path / "init")

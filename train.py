@@ -59,7 +59,7 @@ for folder in "huggingface generation serving quantization training parallelism"
     if spec.submodule_search_locations[0] != str(ROOT / folder):
         sys.exit(f"train.py: error: {spec.origin} shadows {folder}/; uninstall that package")
 
-from parallelism.dist_env import DistEnv, init_distributed, rank0_first
+from parallelism.dist_env import DistEnv, all_ranks_reach, init_distributed, rank0_first
 from parallelism.parallel_dims import ParallelDims
 from training.build import build_model, build_optimizer, compile_model, meta_model, model_config
 from training.callbacks import (
@@ -184,12 +184,15 @@ class Trainer:
             row |= {"skipped": skipped} if skipped else {}
             step = row["step"] = callbacks.after_update(step, row)  # DiLoCo may skip steps
             done = step == config.steps
+            due = (step % config.save_every == 0 and skipped is None) or stopping or done
+            if due and env.world > 1:  # first: in the validation one rank may fail alone
+                checkpoints.save(step, *callbacks.checkpoint(), async_staging=True)
             if step % config.eval_every == 0 or done:
                 callbacks.phase(step, "validation")
                 with self.saved_on_error(step):
                     row |= self.validate()
             self.report(row)
-            if (step % config.save_every == 0 and skipped is None) or stopping or done:
+            if due and env.world == 1:
                 checkpoints.save(step, *callbacks.checkpoint(), async_staging=True)
             callbacks.after_step(step)
         return step
@@ -250,14 +253,16 @@ class Trainer:
 
     @contextlib.contextmanager
     def saved_on_error(self, step: int) -> Iterator[None]:
-        """Errors of data, rewards and validations cost no steps: one process saves the state after
-        `step`. Of several ranks one may fail alone, so that each dumps to memory only."""
+        """Errors of data, rewards and validations cost no steps: if all ranks fail, they save the
+        state after `step`. If one fails alone, it finishes the save that has begun, and each dumps
+        to memory."""
         try:
             with self.callbacks.dump_on_error():
                 yield
         except Exception:
-            with contextlib.suppress(OSError):
-                if self.env.world == 1:
+            with contextlib.suppress(OSError, RuntimeError):  # a rank may be dead
+                self.checkpoints.wait()
+                if all_ranks_reach(self.env, f"failed after step {step}"):
                     self.save_now(step)
             raise
 

@@ -11,6 +11,7 @@ if __name__ == "__main__":
     raise SystemExit("this is a part of train.py; run: python train.py --help")
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -106,3 +107,16 @@ def rank0_first(env: DistEnv, work: Callable[[], None]) -> None:
         error = box[0]
     if error is not None:
         raise error
+
+
+def all_ranks_reach(env: DistEnv, place: str, seconds: float = 10.0) -> bool:
+    """Whether every rank calls this, with the same place, within `seconds` of this rank: then a
+    collective may follow. Not collective: the other ranks may be blocked or dead. Once per place."""
+    if env.world == 1:
+        return True
+    until = time.monotonic() + seconds
+    arrived = env.store.add(place, 1)
+    while arrived < env.world and time.monotonic() < until:
+        time.sleep(0.05)
+        arrived = env.store.add(place, 0)
+    return arrived >= env.world
