@@ -12921,6 +12921,52 @@ def test_serving_survives_kill_and_ctrl_c(tmp_path):
     assert resumed == serving_batch(path, f"{flags} --max-num-seqs 16") and len(resumed) == n
 
 
+def test_serving_results_have_one_writer(tmp_path):
+    """A second --batch into the same results, also by another name, is refused with the first's
+    process, and the file is unchanged; a killed one leaves no lock."""
+    path = serving_file(tmp_path / "in.jsonl", [{"prompt": "x"}])
+    out, other = tmp_path / "in.results.jsonl", tmp_path / "other"
+    other.symlink_to(out)
+    out.write_text('{"id": 7, "line"')  # a reader would cut this
+    argv = "--batch", path, "--max-new-tokens", "1"
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        with WL.file_lock(out):
+            os.write(write, b"1")
+            time.sleep(60)
+        os._exit(0)
+    held = os.read(read, 1)
+    refused = [run_generate(*argv, *more) for more in ((), ("--out", other))]
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    for done in refused:
+        assert held and done.code == 2 and done.err.count("\n") == 1, done.err
+        assert f"--out {out}" in done.err and f"pid {child} on" in done.err
+    assert out.read_text() == '{"id": 7, "line"'
+    assert run_generate(*argv).code == 0 and len(serving_results(out)) == 1
+    assert {p.name for p in tmp_path.iterdir()} == {"in.jsonl", out.name, "other"}
+
+
+def test_serving_a_removed_lock_is_no_lock(tmp_path, monkeypatch):
+    """Opened before its owner removed it: the lock is taken again, of the file that is there."""
+    out, real, taken = tmp_path / "out", WL._lock, []
+
+    def lock(file, *rest):
+        real(file, *rest)
+        if not taken:
+            (tmp_path / ".out.lock").unlink()
+        taken.append(file.name)
+
+    monkeypatch.setattr(WL, "_lock", lock)
+    with WL.file_lock(out):
+        with pytest.raises(ValueError, match="another process is writing"):
+            WL.file_lock(out).__enter__()
+    assert len(taken) == 2 and not [*tmp_path.iterdir()]
+    with WL.file_lock(Path("/dev/null")):
+        pass
+    assert not Path("/dev/.null.lock").exists()
+
+
 def test_serving_does_not_overwrite_other_files(tmp_path):
     """--out that is not a results file, or is the requests file, is refused and unchanged."""
     path = serving_file(tmp_path / "in.jsonl", [{"prompt": "x"}])

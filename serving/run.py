@@ -19,7 +19,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from itertools import count, groupby
@@ -60,6 +60,7 @@ from serving.runtime_adapters import RuntimeAdapters
 from serving.shared_models import ModelPool, ModulePerRow
 from serving.traces import FRESH, Arrival, generate
 from training.lora import read_adapters
+from training.writer_lock import file_lock
 
 MAX_HEADER = 2**20  # bytes of an adapter's config, and of its file beside the weights
 
@@ -254,9 +255,10 @@ def fuse_shared_layers_(model: Transformer) -> None:
 STDIN = Path("/dev/stdin")
 
 
-def batch_files(args: GenerateConfig) -> tuple[Path, Results, str]:
-    """--batch: the results file, read_results() of it, and run_hash(). ValueError names the flag:
-    a file cannot be read or written, or the results are of other requests, flags or weights."""
+def batch_files(args: GenerateConfig, locks: ExitStack) -> tuple[Path, Results, str]:
+    """--batch: the results file, read_results() of it, and run_hash(). `locks` holds its lock.
+    ValueError names the flag: a file cannot be read or written, another process writes the results,
+    or they are of other requests, flags or weights."""
     if str(args.batch) == "-":
         args.batch = STDIN
     if not os.access(args.batch, os.R_OK) or args.batch.is_dir():
@@ -272,6 +274,10 @@ def batch_files(args: GenerateConfig) -> tuple[Path, Results, str]:
         raise ValueError(f"--out {out}: a device or a pipe; give a file")
     if out.exists() and out.samefile(args.batch):
         raise ValueError(f"--out {out} is the requests file; use another")
+    try:
+        locks.enter_context(file_lock(out))
+    except ValueError as e:
+        raise ValueError(f"--out {e}") from None
     previous, run = read_results(out), run_hash(args)
     if previous and args.batch.is_file():  # a pipe can be read only once
         try:
@@ -283,7 +289,12 @@ def batch_files(args: GenerateConfig) -> tuple[Path, Results, str]:
 
 def batch(args: GenerateConfig) -> int:
     """--batch: run a file of requests into a file of results. The exit code: 1 if some failed."""
-    out, previous_results, run = rank0_then_broadcast(partial(batch_files, args))
+    with ExitStack() as locks:
+        return run_batch_file(args, *rank0_then_broadcast(partial(batch_files, args, locks)))
+
+
+def run_batch_file(args: GenerateConfig, out: Path, previous_results: Results, run: str) -> int:
+    """The same, with what batch_files returns."""
     service = build_service(args)
     template = None if args.dummy else load_chat_template(args.checkpoint)
     capacity = service.engine.capacity

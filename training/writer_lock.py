@@ -1,8 +1,8 @@
-"""The lock of a folder that one process at a time may write: a run, or shards of rows.
+"""The lock of what one process at a time may write: a run's folder, shards of rows, a results file.
 
 The lock file names its process. The OS releases the lock when that process ends, also by kill -9,
-so that no stale lock remains. Readers need no lock. Part of train.py. Needs POSIX locks (flock); on
-a file system without them there is a warning, and no protection.
+so that no stale lock remains. Readers need no lock. Part of train.py and generate.py. Needs POSIX locks
+(flock); on a file system without them there is a warning, and no protection.
 """
 
 from __future__ import annotations
@@ -28,30 +28,56 @@ NO_LOCKS = errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP
 @contextmanager
 def writer_lock(folder: Path) -> Iterator[None]:
     """The lock of a folder's only writer. ValueError, with that process, if there is another."""
-    with open(folder / LOCK, "a+", encoding="utf-8") as f:
+    with _locked(folder / LOCK, folder, "folder"):
+        yield
+
+
+@contextmanager
+def file_lock(path: Path) -> Iterator[None]:
+    """The same of a file, by a hidden file beside it, which goes with the lock. A device or pipe
+    has no lock."""
+    path = path.resolve()  # two names of one file are one lock
+    if path.exists() and not path.is_file():
+        yield
+        return
+    lock, done = path.with_name(f".{path.name}.lock"), False
+    while not done:
+        with _locked(lock, path, "file") as f:
+            # its last owner may have removed it after it was opened here
+            if lock.exists() and os.path.samestat(os.fstat(f.fileno()), lock.stat()):
+                try:
+                    yield
+                finally:
+                    done = True
+                    lock.unlink(missing_ok=True)
+
+
+@contextmanager
+def _locked(lock: Path, what: Path, kind: str) -> Iterator[IO[str]]:
+    with open(lock, "a+", encoding="utf-8") as f:
         try:
-            _lock(f)
+            _lock(f, what, kind)
         except OSError as e:
             if e.errno not in NO_LOCKS:
                 raise
             print(
-                f"{f.name}: this file system has no locks: start no other run in this folder",
+                f"{f.name}: this file system has no locks: start no other run on this {kind}",
                 file=sys.stderr,
             )
         f.truncate(0)
         f.write(f"pid {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}\n")
         f.flush()
-        yield
+        yield f
 
 
-def _lock(file: IO[str]) -> None:
+def _lock(file: IO[str], what: Path, kind: str) -> None:
     while not _try_lock(file, fcntl.LOCK_EX):
         # any number of readers share it for a moment (has_writer); a writer excludes them
         if not _try_lock(file, fcntl.LOCK_SH):
             file.seek(0)
             raise ValueError(
-                f"{Path(file.name).parent}: another process is writing it "
-                f"({file.read(200).strip()}); wait, stop it, or choose another folder"
+                f"{what}: another process is writing it "
+                f"({file.read(200).strip()}); wait, stop it, or choose another {kind}"
             )
         fcntl.flock(file, fcntl.LOCK_UN)
         time.sleep(0.01)
