@@ -110,8 +110,8 @@ def rank0_first(env: DistEnv, work: Callable[[], None]) -> None:
 
 
 def all_ranks_reach(env: DistEnv, place: str, seconds: float = 10.0) -> bool:
-    """Whether every rank calls this, with the same place, within `seconds` of this rank: then a
-    collective may follow. Not collective: the other ranks may be blocked or dead. Once per place."""
+    """Whether every rank calls this, with the same place, within `seconds` of this one: then a
+    collective may follow. Not collective, as others may be blocked or dead. Once per place."""
     if env.world == 1:
         return True
     until = time.monotonic() + seconds
