@@ -107,13 +107,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch._C._distributed_c10d import FakeWork
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 CUDA = torch.cuda.is_available()
@@ -37192,6 +37193,25 @@ def dry_run_costs(env, folder, ranks, model, flags):
     return costs
 
 
+class CollectivesOnCopies(TorchDispatchMode):
+    """Runs each collective to its end on copies of its tensors. Otherwise memory depends on gloo:
+    its reduce-scatter copies the whole input, which a tracker sees if the copy is viewed outside
+    the collective's dispatch (in wait()), and its threads release tensors some time after wait()
+    returned. Sends and receives start no thread, and would wait for each other."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace != "c10d" or func.overloadpacket.__name__ in ("send", "recv_"):
+            return func(*args, **(kwargs or {}))
+        copies = tree_map_only(torch.Tensor, torch.clone, args)
+        out = func(*copies, **(kwargs or {}))
+        dist.Work.unbox(out[-1] if isinstance(out, tuple) else out).wait()
+        for x, y in zip(tree_leaves(args), tree_leaves(copies), strict=True):
+            if isinstance(x, torch.Tensor):
+                x.copy_(y)
+        done = FakeWork().boxed()
+        return (args[0], done) if isinstance(out, tuple) else done
+
+
 def dry_real_step(env, folder, ranks, model, flags):
     """Costs of a real step of one rank, with evenly distributed targets and experts."""
     args, config = dry_args(folder, model, flags)
@@ -37209,8 +37229,9 @@ def dry_real_step(env, folder, ranks, model, flags):
         of = pairs[:, : len(moe.router)]
         moe.router_logits = lambda x, f=plain, of=of: f(x) + of.repeat(len(x) // 6, 1)
     rows = len(layout.samples(args.batch_size))
-    batch = (torch.arange(args.seq_len + 1) % 4 * 24 + 5).expand(rows, -1)
-    return dry_run.measure(args, model, batch, layout)
+    batch = (torch.arange(args.seq_len + 1) % 4 * 24 + 5).repeat(rows, 1)
+    with CollectivesOnCopies():
+        return dry_run.measure(args, model, batch, layout)
 
 
 @pytest.fixture(scope="module")
@@ -37246,12 +37267,12 @@ def dry_results(tmp_path_factory):
 @pytest.mark.parametrize("name", slow_or_not(DRY_RUNS))
 def test_dry_run_counts_equal_a_real_run(name, dry_results):
     """Bytes of parameters, gradients, optimizer states and activations, and number and bytes of
-    transfers equal those of a real rank 0, to the byte; peak memory within 1%, or one
-    activation. Within 10% if a real router chooses the experts."""
+    transfers equal those of a real rank 0, to the byte; peak memory but for the tables of expert
+    ids, which the dry run builds before. Within 10% if a real router chooses the experts."""
     dry, real = map(copy.deepcopy, dry_results(name))
     routed = "routed" in name
-    peaks, rel = (dry.pop("peak"), real.pop("peak")), 0.1 if routed else 0.01
-    assert peaks[0] == pytest.approx(peaks[1], rel=rel, abs=4 * DRY_ELEMENTS), peaks
+    peak, rel = real.pop("peak"), 0.1 if routed else 1e-4
+    assert dry.pop("peak") == pytest.approx(peak, rel=rel)
     if routed:
         assert dry.pop("activations") == pytest.approx(real.pop("activations"), rel=0.1)
         sent = [costs["sent"].pop(("ep", "all-to-all")) for costs in (dry, real)]

@@ -11,7 +11,7 @@ shapes, dtypes and storages but no data. Counted are, as on real ranks:
   without parameters, but with their bf16 copies, which autocast makes without --zero.
 - The peak of a step: all storages alive at the same time, model and optimizer states included, at
   their current size (fully_shard frees the memory of storages that stay alive). A GPU's allocator,
-  and libraries on a CPU, need some more.
+  and libraries on a CPU, need some more: gloo's reduce-scatter copies its input.
 Data-dependent shapes: tokens are routed uniformly at random, so that W of E experts get
 1 - C(E - W, K) / C(E, K) of the tokens; with expert groups it would be fewer.
 
@@ -127,9 +127,9 @@ class MemoryTracker(TorchDispatchMode):
         if storage not in self.sizes:
             self.sizes[storage] = size = [0]
             weakref.finalize(storage, self.release, size)
-        size = self.sizes[storage]
-        self.live_bytes += storage.nbytes() - size[0]
-        size[0] = storage.nbytes()
+        size, n = self.sizes[storage], storage.nbytes()
+        grown, size[0] = n - size[0], n
+        self.live_bytes += grown  # no call on this line: a garbage collection may release others
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def release(self, size: list[int]) -> None:
