@@ -37160,6 +37160,9 @@ ep int8      | 4 | moe   | --dtype fp32 --ep 4 --set ep_node_size=2 --set ep_qua
 tp x ep      | 4 | moe   | --dtype fp32 --tp 2 --ep 2 --recompute full
 slow zero 1     | 2 | dense  | --dtype bf16 --zero 1 --batch-size 8
 slow lora zero  | 2 | dense  | --dtype bf16 --lora 4 --zero 3
+slow lora zero 1 | 2 | dense | --dtype bf16 --lora 4 --zero 1 --batch-size 8
+slow lora zero 2 | 2 | dense | --dtype fp32 --lora 4 --zero 2 --recompute full
+slow lora hsdp  | 4 | dense  | --dtype fp32 --lora 4 --zero 3 --dp-replicate 2
 slow backward 3 | 2 | dense  | --dtype fp32 {IN_BACKWARD} --zero 3 --recompute full
 slow async tp   | 4 | tied   | --dtype bf16 --tp 2 --async-tp --zero 3 --batch-size 8
 slow kv copies  | 4 | dense  | --dtype fp32 --tp 4
