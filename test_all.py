@@ -21699,10 +21699,19 @@ def test_data_files_of_chats_preferences_and_prompts(tmp_path):
 
 
 @pytest.mark.parametrize("read, line, words", [
-    ("conversations", {"text": "x"}, 'line 3: has no "messages"; give a list of messages'),
+    ("conversations", {"text": "x"},
+     """line 3: has no "messages" (only 'text'); give a list of messages"""),
     ("conversations", {"messages": "x"}, '"messages" must be a list of messages, not str'),
     ("conversations", {"messages": []}, 'line 3: "messages" is empty'),
-    ("conversations", {"messages": ["x"]}, "a list of one or more objects; messages[0] is none"),
+    ("conversations", {"messages": ["x"]},
+     "messages[0] must be an object with role and content"),
+    ("conversations", {"messages": [message("gpt", "x")]}, "messages[0].role 'gpt' is not known"),
+    ("conversations", {"messages": DATA_CHAT, "tools": [{"function": {"name": 1}}]},
+     "tools[0].function.name must be a string"),
+    ("conversations", {"messages": DATA_CHAT, "tools": [{"function": {"name": None}}]},
+     "tools[0].function.name must be a string"),
+    ("conversations", {"messages": DATA_CHAT, "tools": [{"function": {"name": "f", "strict": 1}}]},
+     "tools[0].function.strict must be true or false"),
     ("conversations", {"messages": [{"role": "user"}]}, "line 3: messages[0].content must be text"),
     ("conversations", {"messages": DATA_CHAT, "functions": []}, 'line 3: unknown field "functions"'),
     ("conversations", {"messages": DATA_CHAT, "tools": {}}, '"tools" must be a list'),
@@ -21726,6 +21735,10 @@ def test_data_files_of_chats_preferences_and_prompts(tmp_path):
                      "content": "z", "weight": 0}]}, "line 3: rejected[0].weight is for --task sft"),
     ("preferences", {"prompt": "x", "messages": DATA_CHAT[:1], "chosen": "y", "rejected": "z"},
      'line 3: has both "prompt" and "messages"'),
+    ("preferences", {"prompt": DATA_CHAT[:2], "chosen": "y", "rejected": "z"},
+     "line 3: prompt[-1] is a turn of the assistant"),
+    ("prompts", {"prompt": DATA_CHAT[:2], "answer": "y"}, "prompt[-1] is a turn of the assistant"),
+    ("prompts", {"prompt": "x", "answer": math.inf}, '"answer" must be a finite number, not inf'),
     ("prompts", {"prompt": "x", "answer": "y", "weight": 0}, 'line 3: unknown field "weight"'),
     ("documents", {"text": "x", "weight": 0}, 'line 3: "weight" has no meaning beside "text"'),
     ("documents", {"text": None}, 'line 3 is not a JSON object with a "text" field'),
@@ -21747,6 +21760,32 @@ def test_data_errors_name_file_line_and_field(tmp_path, read, line, words):
     with pytest.raises(ValueError, match=f"^{re.escape(f'{path}: ')}.*{re.escape(words)}") as e:
         [*getattr(DA, f"read_{read}")(str(path) if read == "documents" else path)]
     assert "\n" not in str(e.value)
+
+
+def test_data_what_a_template_leaves_out_is_named():
+    """Tools, tool calls and reasoning that a template does not render are errors in all tasks: the
+    rows would be those of another conversation. So is a completion that is not the assistant's."""
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    thought = message("assistant", "x") | {"reasoning_content": "y"}
+    render = lambda messages, add, tools=None: data_chatml(messages, add)
+    rows = lambda messages, tools: TRAIN_CHATS.chat_rows(
+        [DA.Conversation(messages, tools, "chat 1")], render, data_letters, 90, False
+    )
+    pairs = lambda chosen, tools=None: TRAIN_CHATS.preference_rows(
+        [DA.Preference("p", chosen, "z", tools, "pair 1")], render, data_letters, 90
+    )
+    prompt = lambda: TRAIN_CHATS.prompt_text(DA.Prompt("p", "1", tools, "prompt 1"), render)
+    for make, words in (
+        (partial(rows, DATA_CHAT, tools), '"tools": the chat template does not render it'),
+        (partial(rows, [*DATA_CHAT[:1], call | {"content": "x"}], None), "messages: tool_calls: "),
+        (partial(rows, [*DATA_CHAT[:1], thought], None), "messages: reasoning_content: "),
+        (partial(pairs, "y", tools), '"tools": the chat template does not render it'),
+        (partial(pairs, DATA_CHAT[:1]), "chosen must begin with a turn of the assistant"),
+        (prompt, '"tools": the chat template does not render it'),
+    ):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            make()
 
 
 def test_data_documents_are_read_one_by_one(tmp_path):

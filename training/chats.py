@@ -56,6 +56,7 @@ def assistant_spans(
     for i, message in enumerate(messages):
         if i < first or message["role"] != "assistant":
             continue
+        _check(i > 0, "messages[0] is from the assistant; begin with the user or the system")
         before, after = render(messages[:i], True), render(messages[: i + 1], False)
         _check(
             after.startswith(before) and whole.startswith(after) and len(before) >= done,
@@ -93,6 +94,27 @@ def chat_tokens(messages: Messages, render: Render, tokenizer: Tokenizer) -> Ten
     return values
 
 
+def check_rendered(messages: Messages, tools: list[Any] | None, render: Render) -> None:
+    """ValueError for tools, tool calls or reasoning that the chat template leaves out: the rows
+    would be those of another conversation."""
+
+    def rendered(messages: Messages, tools: list[Any] | None) -> str | None:
+        try:
+            return _with_tools(render, tools)(messages, False)
+        except ValueError:  # the template needs what was removed
+            return None
+
+    error = "the chat template does not render it; remove it, or give --init one that does"
+    if tools:
+        text = _with_tools(render, tools)(messages, False)
+        _check(text != rendered(messages, None), f'"tools": {error}')
+    for name in "tool_calls", "reasoning_content", "reasoning", "thinking":
+        if any(name in message for message in messages):
+            text = _with_tools(render, tools)(messages, False)
+            without = [{k: v for k, v in m.items() if k != name} for m in messages]
+            _check(text != rendered(without, tools), f"messages: {name}: {error}")
+
+
 def _has_targets(values: Tensor) -> bool:
     """Whether a row that begins with these values has a target: the first one never is."""
     return bool((values[1:] >= 0).any())
@@ -119,7 +141,11 @@ def chat_rows(
 ) -> Tensor:  # fmt: skip
     """Conversations as encoded rows (R, seq_len + 1) int32, best-fit packed or one per row. Longer
     ones are split over several rows. ValueError of chat_tokens, with the number (or key)."""
-    tokens = lambda c: chat_tokens(c.messages, _with_tools(render, c.tools), tokenizer)
+
+    def tokens(chat: Conversation) -> Tensor:
+        check_rendered(chat.messages, chat.tools, render)
+        return chat_tokens(chat.messages, _with_tools(render, chat.tools), tokenizer)
+
     documents = map_items("conversation", conversations, tokens)
     rows = pack_rows(documents, seq_len, best_fit if pack else one_per_row)
     targets = (rows >= 0) & (rows < START)
@@ -137,27 +163,36 @@ def preference_rows(
     ValueError if a prompt leaves no room for its completion.
     """
 
-    def row(prompt: Any, completion: Any, render: Render) -> Tensor:
-        messages, reply = _messages(prompt, "user"), _messages(completion, "assistant")
+    def row(pair: Preference, name: str) -> Tensor:
+        messages = _messages(pair.prompt, "user")
+        reply = _messages(getattr(pair, name), "assistant")
         reply = reply[len(messages) :] if reply[: len(messages)] == messages else reply
-        text, spans = assistant_spans([*messages, *reply], render, len(messages))
+        _check(
+            reply and reply[0]["role"] == "assistant",
+            f"{name} must begin with a turn of the assistant, or repeat the prompt's messages "
+            "unchanged before it",
+        )
+        check_rendered([*messages, *reply], pair.tools, render)
+        template = _with_tools(render, pair.tools)
+        text, spans = assistant_spans([*messages, *reply], template, len(messages))
         values = encode_spans(text, spans, tokenizer)
-        _check(_has_targets(values), "a completion has no text of the assistant")
+        _check(_has_targets(values), f"{name} has no text of the assistant")
         before = int((values >= 0).nonzero()[0])
         error = f"its prompt, {before} tokens, leaves no room in a row of {seq_len + 1}"
         _check(before <= seq_len, f"{error}; remove it, or increase --seq-len")
         return pack_rows([values[: seq_len + 1]], seq_len)[0]
 
     def both(pair: Preference) -> Tensor:
-        template = _with_tools(render, pair.tools)
-        return torch.stack([row(pair.prompt, c, template) for c in (pair.chosen, pair.rejected)])
+        return torch.stack([row(pair, name) for name in ("chosen", "rejected")])
 
     return torch.cat(map_items("pair", pairs, both))
 
 
 def prompt_text(item: Prompt, render: Render) -> str:
     """A prompt, of which a string is a user message, rendered up to the assistant's answer."""
-    return _with_tools(render, item.tools)(_messages(item.prompt, "user"), True)
+    messages = _messages(item.prompt, "user")
+    check_rendered(messages, item.tools, render)
+    return _with_tools(render, item.tools)(messages, True)
 
 
 def _with_tools(render: Render, tools: list[Any] | None) -> Render:

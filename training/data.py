@@ -34,6 +34,7 @@ if __name__ == "__main__":
 import array
 import hashlib
 import json
+import math
 import os
 import sys
 import sysconfig
@@ -221,9 +222,9 @@ def json_objects(path: Path, fields: str) -> Iterator[tuple[str, dict[str, Any]]
             except UnicodeEncodeError:
                 why = ": it has half of a surrogate pair (\\ud800 to \\udfff)"
             except (ValueError, RecursionError) as e:  # invalid JSON; too deeply nested
-                why = f": {getattr(e, 'msg', e)}"
+                why = f": {getattr(e, 'msg', e)}".partition(";")[0]
             _check(isinstance(found, dict), f"{where} is not a JSON object with {fields}{why}")
-            yield where, {name: value for name, value in found.items() if value is not None}
+            yield where, _without_nulls(found)
 
 
 def _parse_json(text: str) -> Any:
@@ -301,14 +302,26 @@ METADATA = frozenset(
 )
 NOT_OF_TEXT = frozenset("messages tools weight chosen rejected".split())
 OWN_FIELDS = {"weight", "tool_calls", "tool_call_id"}  # of messages in training alone
-_KINDS = {str: "a string", list: "a list of messages", int: "a number", float: "a number"}
+# another role, such as "Assistant" or "gpt", would silently be no target
+ROLES = "system developer user assistant tool function ipython observation".split()
+TOOL_FIELDS = {"type": str, "function": dict}
+CALL_FIELDS = {"id": str, **TOOL_FIELDS}
+FUNCTION_FIELDS = {
+    "name": str, "description": str, "parameters": dict, "strict": bool, "return": dict,
+}  # fmt: skip
+_KINDS = {
+    str: "a string", list: "a list of messages", int: "a number", float: "a number",
+    dict: "an object", bool: "true or false",
+}  # fmt: skip
 _named_unread: set[Path] = set()  # files whose other fields have been named
 
 
 def _field(where: str, found: Mapping[str, Any], name: str, *kinds: type) -> Any:
     """found[name], checked to be of one of the kinds and not empty; a list is one of messages."""
     expected = " or ".join(dict.fromkeys(_KINDS[kind] for kind in kinds))
-    _check(name in found, f'{where}: has no "{name}"; give {expected}')
+    if name not in found:
+        others = f" (only {list_some([f'{other!r:.40}' for other in found])})" if found else ""
+        raise ValueError(f'{where}: has no "{name}"{others}; give {expected}')
     value = found[name]
     ok = isinstance(value, kinds) and not isinstance(value, bool)
     _check(ok, f'{where}: "{name}" must be {expected}, not {type(value).__name__}')
@@ -319,23 +332,30 @@ def _field(where: str, found: Mapping[str, Any], name: str, *kinds: type) -> Any
 def _messages(where: str, value: list[Any]) -> Messages:
     """Messages of OpenAI's fine-tuning format: as parse_messages has them, with "weight" and tool
     calls, whose content may be null."""
-
     plain, own = [], []  # what parse_messages reads, and the other fields
-    for message in value:
-        given = message if isinstance(message, dict) else {}
-        given = {name: v for name, v in given.items() if v is not None}
+    for i, message in enumerate(value):
+        ok = isinstance(message, dict)
+        _check(ok, f"{where}[{i}] must be an object with role and content")
+        given = _without_nulls(message)
         own.append({name: given.pop(name) for name in OWN_FIELDS & given.keys()})
         content = {"content": ""} if own[-1].get("tool_calls") else {}
-        plain.append(content | given if isinstance(message, dict) else message)
+        plain.append(content | given)
     try:
         parsed = parse_messages(plain)
     except ValueError as e:
         raise ValueError(where + str(e).removeprefix("messages")) from None
     for i, (message, fields) in enumerate(zip(parsed, own)):
+        role = message["role"]
+        known = ", ".join(ROLES)
+        _check(role in ROLES, f"{where}[{i}].role {role!r:.40} is not known; known: {known}")
         _add_own_fields(f"{where}[{i}]", message, fields)
         if value[i].get("content") is None:
             del message["content"]
     return parsed
+
+
+def _without_nulls(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _add_own_fields(where: str, message: dict[str, Any], fields: Mapping[str, Any]) -> None:
@@ -358,46 +378,62 @@ def _add_own_fields(where: str, message: dict[str, Any], fields: Mapping[str, An
 
 def _tool_call(where: str, call: Any) -> dict[str, Any]:
     """A call of a function, with its arguments as an object."""
-    function = _function(where, call, ("id", "type", "function"), ("name", "arguments"))
-    given = function.get("arguments", {})
+    call = _function(where, call, CALL_FIELDS, {"name": str, "arguments": object})
+    given = call["function"].get("arguments", {})
     try:
         arguments = _parse_json(given) if isinstance(given, str) else given
     except (ValueError, RecursionError):
         arguments = None
     ok = isinstance(arguments, dict)
     _check(ok, f"{where}.function.arguments must be a JSON object, or one as a string")
-    return call | {"function": function | {"arguments": arguments}}
+    return call | {"function": call["function"] | {"arguments": arguments}}
 
 
 def _function(
-    where: str, value: Any, fields: Sequence[str], inner: Sequence[str]
+    where: str, value: Any, fields: Mapping[str, type], inner: Mapping[str, type]
 ) -> dict[str, Any]:  # fmt: skip
-    """The "function" of a tool or of a call, checked."""
+    """A tool or a call, checked and without nulls. fields, inner: the types of its own fields, and
+    of those of its "function"."""
     _check(isinstance(value, dict), f"{where} must be an object")
-    ok = value.get("type", "function") == "function" and isinstance(value.get("function"), dict)
+    outer = _without_nulls(value)
+    ok = outer.get("type", "function") == "function" and isinstance(outer.get("function"), dict)
     _check(ok, f"{where}: must have the type function, and an object function")
-    function = value["function"]
-    for at, given, known in ((where, value, fields), (f"{where}.function", function, inner)):
-        for name in sorted(given.keys() - {*known}):
-            raise ValueError(f"{at}.{name} is not supported; supported: {', '.join(known)}")
-    _check(isinstance(function.get("name"), str), f"{where}.function.name must be text")
-    return function
+    function = _without_nulls(outer["function"])
+    for at, given, types in ((where, outer, fields), (f"{where}.function", function, inner)):
+        for name, content in given.items():
+            known = ", ".join(types)
+            _check(name in types, f"{at}.{name} is not supported; supported: {known}")
+            if not isinstance(content, types[name]):
+                raise ValueError(f"{at}.{name} must be {_KINDS[types[name]]}")
+    _check("name" in function, f"{where}.function.name must be a string")
+    return outer | {"function": function}
 
 
 def _tools(where: str, found: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """found["tools"], checked; None if there are none."""
     tools = found.get("tools", [])
     _check(isinstance(tools, list), f'{where}: "tools" must be a list')
-    inner = "name", "description", "parameters", "strict", "return"
+    parsed = []
     for i, tool in enumerate(tools):
-        _function(f"{where}: tools[{i}]", tool, ("type", "function"), inner)
-    return tools or None
+        parsed.append(_function(f"{where}: tools[{i}]", tool, TOOL_FIELDS, FUNCTION_FIELDS))
+    return parsed or None
 
 
-def _unweighted(where: str, text: str | Messages) -> None:
-    """Weights are for conversations: in other rows they would be ignored."""
+def _unweighted(where: str, found: Mapping[str, Any], name: str) -> str | Messages:
+    """A field of text or messages, without weights: they are for conversations."""
+    text = _field(where, found, name, str, list)
     for i, message in enumerate(text if isinstance(text, list) else ()):
-        _check("weight" not in message, f"{where}[{i}].weight is for --task sft")
+        _check("weight" not in message, f"{where}: {name}[{i}].weight is for --task sft")
+    return text
+
+
+def _prompt(where: str, found: Mapping[str, Any], name: str) -> str | Messages:
+    """A prompt, after which a turn of the assistant begins."""
+    prompt = _unweighted(where, found, name)
+    ends = isinstance(prompt, list) and prompt[-1]["role"] == "assistant"
+    fix = "the answer is a turn of its own; end the prompt with a turn before it"
+    _check(not ends, f"{where}: {name}[-1] is a turn of the assistant, but {fix}")
+    return prompt
 
 
 def _read_items(
@@ -432,11 +468,9 @@ def read_preferences(path: Path) -> list[Preference]:
     def parse(where: str, found: dict[str, Any]) -> Preference:
         both = "messages" in found and "prompt" in found
         _check(not both, f'{where}: has both "prompt" and "messages"; remove one')
-        names = "messages" if "messages" in found else "prompt", "chosen", "rejected"
-        texts = [_field(where, found, name, str, list) for name in names]
-        for name, text in zip(names, texts):
-            _unweighted(f"{where}: {name}", text)
-        return Preference(*texts, _tools(where, found), where)
+        prompt = _prompt(where, found, "messages" if "messages" in found else "prompt")
+        replies = [_unweighted(where, found, name) for name in ("chosen", "rejected")]
+        return Preference(prompt, *replies, _tools(where, found), where)
 
     fields = "prompt", "messages", "chosen", "rejected", "tools"
     return _read_items(path, fields, "pairs", parse)
@@ -446,10 +480,11 @@ def read_prompts(path: Path) -> list[Prompt]:
     """Prompts of JSONL with "prompt", "answer" and, optionally, "tools"."""
 
     def parse(where: str, found: dict[str, Any]) -> Prompt:
-        prompt = _field(where, found, "prompt", str, list)
-        _unweighted(f"{where}: prompt", prompt)
-        answer = str(_field(where, found, "answer", str, int, float))
-        return Prompt(prompt, answer, _tools(where, found), where)
+        prompt = _prompt(where, found, "prompt")
+        answer = _field(where, found, "answer", str, int, float)
+        finite = isinstance(answer, str) or math.isfinite(answer)
+        _check(finite, f'{where}: "answer" must be a finite number, not {answer}')
+        return Prompt(prompt, str(answer), _tools(where, found), where)
 
     return _read_items(path, ("prompt", "answer", "tools"), "prompts", parse)
 
