@@ -2647,6 +2647,66 @@ def test_template_bad_ones_are_refused(tmp_path, template, words):
     assert messages == [message("user", "a")]
 
 
+def repeated(expression: str, start: str) -> str:
+    """A template that replaces ns.x, start, by an expression of itself 60 times."""
+    loop = "{% for i in range(60) %}{% set ns.x = EXPRESSION %}{% endfor %}"
+    return f"{{% set ns = namespace(x={start}) %}}{loop.replace('EXPRESSION', expression)}"
+
+
+NESTED_LOOPS = "{% for i in range(10**5) %}{% for j in range(10**5) %}BODY{% endfor %}{% endfor %}"
+TWINS = repeated("[ns.x, ns.x]", "1")  # 60 lists: 2^60 values as text
+BIG_VALUES = r"""'x' * 10**10; 10**10 * [1]; 10**(10**10); 2**(10**8); 1.5 | round(10**9)
+'x' | center(10**9); 'x' | center(width=10**9); 'x'.ljust(10**9); '1'.zfill(10**9)
+(5).to_bytes(10**9); ('\t' * 1000).expandtabs(10**6); ('\n' * 10**4) | indent(10**5)
+[1] | batch(10**9, 0) | list; [1] | slice(10**9) | list; lipsum(10**6); lipsum(n=10**6)
+[1] | tojson(indent=10**9); ([1] * 10**4) | tojson(separators=('x' * 10**5, ''))
+('x' * 10**6).join(range(10**5) | map('string')); range(10**5) | map('string') | join('x' * 10**6)
+range(10**5) | map('center', 10**5) | list; '%1000000000d' % 1; '%*d' % (10**9, 1)
+'%.1000000000f' % 1; '%(a)1000000000d' % {'a': 1}; '%1000000000d' | format(1)
+'{:1000000000}'.format(1); '{:x>1000000000}'.format(1); '{:{}}'.format(1, 10**9)
+'{a:1000000000}'.format_map({'a': 1}); strftime_now('%1000000000d'); strftime_now('%999d' * 10**6)
+['x' * 10**6] * 10**5; ('a ' * 10**7).split(); ('a' * 6 * 10**7) | list
+('x' * 10**6).translate({120: 'x' * 10**5}); ('<!---->' * 10**5) | striptags
+([[1] * 100] * 10**4) | sum(start=[])"""
+READS = "'y' in b; b[1:]; b.upper(); b | length; b ~ 1; b + '1'"
+ENDLESS = [
+    *(NESTED_LOOPS.replace("BODY", x) for x in ("", "y", "{% set a = 1 %}" * 999)),
+    "{% set r = range(10**5) %}{% for i in r %}{% for j in r if false %}{% endfor %}{% endfor %}",
+    "{% set r = range(10**5) %}{% for i in r %}{{ r | sum }}{% endfor %}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "{% for i in [60] recursive %}{% if i %}{{ loop([i - 1, i - 1]) }}{% endif %}{% endfor %}",
+    f"{{% macro f() %}}{'y' * 10**5}{{% endmacro %}}"
+    "{% for i in range(10**5) %}{{ f() }}{% endfor %}",
+    *(repeated(x, "'aa'") for x in ("ns.x ~ ns.x", "ns.x + ns.x", "[ns.x, ns.x] | join")),
+    *(repeated(x, "'aa'") for x in ("ns.x | replace('a', 'aa')", "ns.x.replace('', ns.x)")),
+    repeated("ns.x + ns.x", "[1]"),
+    *("{{ %s }}" % x for x in BIG_VALUES.replace("\n", ";").split(";")),
+    *(TWINS + "{{ %s }}" % x for x in ("ns.x", "ns.x | tojson", "ns.x ~ 1", "'%s' % (ns.x,)")),
+    *(TWINS + "{{ %s }}" % x for x in ("ns.x == ns.x", "ns.x is eq ns.x", "'{}'.format(ns.x)")),
+    *(repeated("(ns.x, ns.x)", "1") + "{{ %s }}" % x for x in ("{ns.x: 1}", "{}[ns.x]")),
+    repeated("namespace(a=ns.x, b=ns.x)", "1") + "{{ ns.x }}",
+    *(
+        "{% set b = 'x' * 10**7 %}{% for i in range(10**5) %}{% set y = EXPRESSION %}"
+        "{% endfor %}".replace("EXPRESSION", x)
+        for x in READS.split(";")
+    ),
+]
+
+
+def test_template_of_endless_work_is_refused(monkeypatch):
+    """Loops, recursion and whatever makes much of little, also while it compiles, are one line; the
+    next rendering has all its units again."""
+    import huggingface.template_limits as limits
+
+    monkeypatch.setattr(limits, "MAX_WORK", 10**5)
+    fine = ChatTemplate(Path("x.jinja"), {"default": CHATML}, {})
+    for template in ENDLESS:
+        endless = ChatTemplate(Path("x.jinja"), {"default": template}, {})
+        with pytest.raises(ValueError, match=r"^x.jinja: the chat template does too much work.*$"):
+            pytest.fail(f"{template[:200]} renders {endless.render([message('user', 'a')])!r:.80}")
+        assert "a" in fine.render([message("user", "a")])
+
+
 REFUSED |= {
     f"stop strings: {stop!r}": (partial(K.StopStrings, stop), "stop must be")
     for stop in ([""], ["a", ""], "abc", [1])

@@ -2,7 +2,7 @@
 
 A template is a Jinja program in `chat_template.jinja`, else in `tokenizer_config.json`, and
 untrusted: it runs in Jinja's immutable sandbox, where access to Python internals is an error (in
-transformers some of it gives an empty string). There is no time limit.
+transformers some of it gives an empty string), with limited work (huggingface/template_limits.py).
 
 Messages of users (the API, --batch, --chat, --interactive) go through `parse_messages`, which gives
 templates role and text: what it does not know is refused, since a template would ignore it, and
@@ -30,6 +30,7 @@ from huggingface.tokenizer import TokenizerConfig, one_line, read_file
 
 if TYPE_CHECKING:
     import jinja2
+    from huggingface.template_limits import LimitedEnvironment
 
 
 MESSAGE_FIELDS = ("role", "content", "name", "reasoning_content", "reasoning", "thinking")
@@ -110,7 +111,7 @@ class ChatTemplate:
     def _compile(self, name: str, text: str) -> jinja2.Template:
         environment = template_environment()
         try:
-            return environment.from_string(text)
+            return environment.compile_limited(text)
         except Exception as e:  # a template may raise anything
             line = f" line {e.lineno}," if getattr(e, "lineno", None) else ""
             raise ValueError(
@@ -145,6 +146,7 @@ class ChatTemplate:
         assistant's turn. variables: template-specific (tools, enable_thinking, ...). ValueError if
         the template rejects the messages or fails.
         """
+        from huggingface.template_limits import TooMuchWork, start_rendering
         from jinja2 import TemplateError
         from jinja2.sandbox import SecurityError
 
@@ -154,10 +156,12 @@ class ChatTemplate:
         known = {**self.variables, "tools": None, "documents": None, **variables}
         with_tools = known["tools"] is not None and "tool_use" in self.templates
         template = self.templates["tool_use" if with_tools else "default"]
+        given = known | {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
-            return template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **known
-            )
+            start_rendering(given)
+            return template.render(given)
+        except TooMuchWork:
+            why = "does too much work on these messages: endless loops? Use another template"
         except SecurityError as e:
             why = f"violates the sandbox ({one_line(e)}); use a template from a trusted source"
         except Exception as e:  # a template may raise anything
@@ -216,16 +220,17 @@ def _read_text(path: Path) -> str:
 
 
 @functools.cache
-def template_environment() -> jinja2.Environment:
+def template_environment() -> LimitedEnvironment:
     """The Jinja environment of chat templates, as in transformers."""
+    from huggingface.template_limits import LimitedEnvironment, limited_filter
     from jinja2 import TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+    from jinja2.sandbox import SecurityError
 
     version = importlib.metadata.version("jinja2")
     if tuple(map(int, re.findall(r"\d+", version)[:3])) < (3, 1, 6):
         raise ValueError(f"jinja2 {version} has an insecure sandbox; pip install -U jinja2")
 
-    class Sandbox(ImmutableSandboxedEnvironment):
+    class Sandbox(LimitedEnvironment):
         def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
             # Jinja's default is an undefined value that renders as an empty string
             raise SecurityError(f"access to {attribute!r} of a {type(obj).__name__}")
@@ -233,14 +238,17 @@ def template_environment() -> jinja2.Environment:
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
+    def strftime_now(form: str) -> str:
+        return datetime.now().strftime(form)
+
     generation, namespace = _jinja_classes()
     environment = Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[generation, "jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = _tojson
+    environment.filters["tojson"] = limited_filter("tojson", _tojson)
     environment.globals |= {
         "raise_exception": raise_exception,
-        "strftime_now": lambda form: datetime.now().strftime(form),
+        "strftime_now": strftime_now,
         "namespace": namespace,
         "dict": _Dict(),
     }
