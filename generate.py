@@ -88,12 +88,11 @@ from generation.decoder_parts import shard_kv_cache_
 from generation.load import is_quantized, load, moe_layers, open_gguf, optimize_for_inference_
 from generation.load import pick_device
 from generation.perplexity import perplexity, read_text
-from generation.prompt import fit_to_context, prompt_ids, prompt_text
+from generation.prompt import fit_to_context, prompt_ids, prompt_text, text_format
 from generation.ranks import process_group, rank0_then_broadcast, run_on_all_or_raise
 from generation.sampling import Sampler, logprobs_of
-from huggingface.chat_template import load_chat_template
 from huggingface.tokenizer import Continuation, StopStrings, TextStream, Tokenizer
-from huggingface.tokenizer import eos_ids, logprob_entry
+from huggingface.tokenizer import logprob_entry
 from model import KVCache, Transformer
 from paged_kv import CUDAGraphRunner, SamplingParams
 from parallelism.rank_env import rank_env
@@ -341,12 +340,13 @@ def complete(args: GenerateConfig, text: str, gate: Any = None) -> bool:
     holds the prompt and the gate keeps the answer. Returns whether it was printed."""
     begin = time.perf_counter()
     device, model, tokenizer = load_model(args)
-    ids = prompt_ids(args, text, tokenizer, model.config, limited=gate is None)
+    format = text_format(args, model.config, tokenizer)
+    ids = prompt_ids(args, text, tokenizer, model.config, format, limited=gate is None)
     if gate is not None and len(ids) >= model.config.context:
         return False
     args.max_new_tokens = fit_to_context(args, len(ids), model.config.context)
     has_eos = not (args.ignore_eos or args.bench or args.dummy)
-    eos = eos_ids(args.checkpoint, model.config.eos_ids, tokenizer) if has_eos else ()
+    eos = format.eos_ids if has_eos else ()
     decoder = build_decoder(args, model, tokenizer, len(ids) + args.max_new_tokens, eos)
     history = build_history(args, decoder)
     cached = 0 if history is None else history.find(ids)
@@ -475,15 +475,14 @@ def report(
 def interactive_chat(args: GenerateConfig) -> None:
     """--interactive: one reply per input line. Ctrl-C stops the reply, not the program."""
     _, model, tokenizer = load_model(args)
-    template = load_chat_template(args.checkpoint)
-    if template is None and args.system_prompt is not None:
+    format = text_format(args, model.config, tokenizer)
+    if format.template is None and args.system_prompt is not None:
         raise ValueError(f"--system-prompt: {args.checkpoint} has no chat template")
     limit = min(args.ctx_size or CHAT_CONTEXT, model.config.context)
-    ids = model.config.eos_ids
-    eos = () if args.ignore_eos else eos_ids(args.checkpoint, ids, tokenizer)
+    eos = () if args.ignore_eos else format.eos_ids
     decoder = build_decoder(args, model, tokenizer, limit, eos)
     history = build_history(args, decoder)
-    chat = Chat(decoder, run_rows, tokenizer, template, args.system_prompt, history)
+    chat = Chat(decoder, run_rows, tokenizer, format.template, args.system_prompt, history)
     chat_loop(args, chat, eos, limit)
 
 

@@ -153,7 +153,8 @@ from generation import plot_decode as PLOT, program_examples as EXAMPLES, progra
 from generation import prompt as PROMPT
 from generation import ranks as RANKS, ratings as RATE, sampling as S
 from generation import stream as STREAM, structured as GR, values as VALUES
-from huggingface import convert as CONVERT, gguf_tokenizer as GT, tokenizer as K, weights as HF
+from huggingface import convert as CONVERT, fine_tune as FINE_TUNE, gguf_tokenizer as GT
+from huggingface import tokenizer as K, weights as HF
 from huggingface.chat_template import ChatTemplate, load_chat_template
 from parallelism import diloco as DL, dist_env as DIST_ENV, dry_run, expert_parallel as Y
 from parallelism import parallel_dims as L, pipeline_model as ST, rank_env as RANK_ENV
@@ -15850,7 +15851,8 @@ def test_server_fields_at_every_depth(parse, monkeypatch):
     monkeypatch.setattr(OA.secrets, "randbits", lambda n: 7)
     body, tokenizer = BODIES_OF_EVERY_FIELD[parse], K.DummyTokenizer(97)
     template = ChatTemplate(REPO / "x.jinja", {"default": CHATML}, {})
-    served = OA.Model("test", tokenizer, template, 400, 97, adapters=["a"])
+    adapters = {"a": FINE_TUNE.FineTune(None)}
+    served = OA.Model("test", tokenizer, template, 400, 97, adapters=adapters)
 
     def outcome(body: dict) -> tuple[bool, str]:
         """Whether it is accepted, and everything about that."""
@@ -20947,7 +20949,8 @@ def test_gguf_and_all_programs_end_a_text_at_the_same_ids(tmp_path):
         with LOAD.open_gguf(args):
             service = SRUN.build_service(args)
             assert service.engine.eos == {*ends} == {*service.eos}
-            model = SRUN.served_model(args, service.tokenizer, 9, 910)
+            format = PROMPT.text_format(args, service.engine.model.config, service.tokenizer)
+            model = SRUN.served_model(args, service.tokenizer, format, {}, 9, 910)
             assert model.name == "model.v1"
             templates.append(model.template.render([message("user", "x")]))
         for id in (*ends, 903, 9):
@@ -24491,7 +24494,8 @@ def test_shared_models_bad_folders_are_refused(tmp_path):
             args.models = GCONF.parse_folders(args, "models")
             model, tokenizer = LOAD.load(args, torch.device("cpu"))
             with pytest.raises(ValueError, match=re.escape(words)) as e:
-                SRUN.load_models(args, model, tokenizer)
+                format = PROMPT.text_format(args, model.config, tokenizer)
+                SRUN.load_models(args, model, tokenizer, format)
             text = str(e.value)
             assert text.startswith(f"--models {args.models[-1][0]}=") and "\n" not in text, text
 

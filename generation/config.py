@@ -238,8 +238,8 @@ class GenerateConfig(Settings):
     max_adapters: int = rare(64, "adapters with --runtime-adapters at most", "1 or more")
     models: str | None = flag(
         None, "full fine-tunes of --checkpoint, which requests name like --adapters: tensors that "
-        "are equal are stored once, batches are mixed (serving/shared_models.py); with the chat "
-        "template of --checkpoint", metavar="NAME=DIR,...")
+        "are equal are stored once, batches are mixed (serving/shared_models.py)",
+        metavar="NAME=DIR,...")
     reorder: bool = flag(
         False, "reorder the requests of --batch, and the fields of each, so that more prefixes are "
         "cached, and compute equal requests once; reads the whole file first")

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from generation.config import GenerateConfig
-from huggingface.chat_template import load_chat_template
+from huggingface.fine_tune import TextFormat, load_fine_tune_format, load_text_format
 from huggingface.tokenizer import Tokenizer, check_utf8
 from model import ModelConfig
 
@@ -53,9 +53,23 @@ def stdin_is(kind: Callable[[int], bool]) -> bool:
         return False
 
 
+def text_format(args: GenerateConfig, config: ModelConfig, tokenizer: Tokenizer) -> TextFormat:
+    """Chat template and EOS ids of --checkpoint, or of --adapter. ValueError names the flag."""
+    if args.dummy is not None:
+        return TextFormat()
+    format = load_text_format(args.checkpoint, config.eos_ids, tokenizer)
+    if args.adapter is None:
+        return format
+    try:
+        return load_fine_tune_format(args.checkpoint, format, tokenizer, args.adapter)
+    except ValueError as e:
+        raise ValueError(f"--adapter {args.adapter}: {e}") from None
+
+
 def prompt_ids(
-    args: GenerateConfig, text: str, tokenizer: Tokenizer, config: ModelConfig, limited: bool = True
-) -> list[int]:
+    args: GenerateConfig, text: str, tokenizer: Tokenizer, config: ModelConfig, format: TextFormat,
+    limited: bool = True,
+) -> list[int]:  # fmt: skip
     """The prompt's token ids. ValueError if there are none; limited: or if it has more bytes than
     the context can hold."""
     if args.prompt_tokens is not None:
@@ -63,10 +77,10 @@ def prompt_ids(
         rng = torch.Generator().manual_seed(0)
         return torch.randint(config.vocab_size, (args.prompt_tokens,), generator=rng).tolist()
     if args.chat:
-        template = load_chat_template(args.checkpoint)
-        if template is None:
+        if format.template is None:
             raise ValueError(f"--chat: {args.checkpoint} has no chat template; remove --chat")
-        text = template.prompt([{"role": "user", "content": text}], args.system_prompt)
+        message = {"role": "user", "content": text}
+        text = format.template.prompt([message], args.system_prompt)
     try:
         max_bytes = config.context * tokenizer.max_token_bytes if limited else None
         ids = tokenizer.encode_prompt(text, max_bytes, bos=not args.chat)

@@ -22,6 +22,7 @@ import importlib.metadata
 import json
 import os
 import re
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -171,11 +172,15 @@ class ChatTemplate:
         raise ValueError(f"{self.source}: the chat template {why}")
 
 
-def load_chat_template(folder: str | os.PathLike) -> ChatTemplate | None:
-    """The chat template of a folder; None if it has none."""
+def load_chat_template(
+    folder: str | os.PathLike, special_tokens: Mapping[str, str] | None = None
+) -> ChatTemplate | None:  # fmt: skip
+    """The chat template of a folder; None if it has none. special_tokens: bos_token, ... of its
+    base model, for those that the folder does not name."""
     config = TokenizerConfig(Path(folder))
     path, templates = chat_template_texts(Path(folder), config)
-    return ChatTemplate(path, templates, config.special_tokens) if templates else None
+    variables = {**(special_tokens or {}), **config.special_tokens}
+    return ChatTemplate(path, templates, variables) if templates else None
 
 
 def chat_template_texts(folder: Path, config: TokenizerConfig) -> tuple[Path, dict[str, str]]:

@@ -50,6 +50,7 @@ from pathlib import Path
 from typing import Any
 
 SPACE = "\u2581"  # sentencepiece's symbol for a space
+MAX_FILE = 2**28  # bytes; the largest tokenizer.json has some 2**25
 
 
 # --------------------------------------------------------------------------------------------------
@@ -88,6 +89,11 @@ class Tokenizer:
         """The bytes that the token adds after token `before` (None: at the start of the text).
         None for special tokens and ids beyond the vocabulary, which add no text."""
         raise NotImplementedError
+
+    def ranks(self) -> Sequence[Any]:
+        """The order in which pieces are merged, beyond the tokens' own, to compare tokenizers of
+        one class."""
+        return ()
 
     def encode_continuation(self, text: str) -> list[int]:
         """The ids of text that continues another: no special tokens, no space in front."""
@@ -263,8 +269,13 @@ def logprob_entry(
 
 
 def read_file(path: Path) -> bytes:
-    """The bytes of a file. ValueError if it cannot be read."""
+    """The bytes of a regular file (to open a FIFO may take for ever). ValueError if it cannot be
+    read, or is too large for a tokenizer, a template or a config."""
+    if path.exists() and not path.is_dir() and not path.is_file():
+        raise ValueError(f"{path}: not a regular file; copy it again")
     try:
+        if (size := path.stat().st_size) > MAX_FILE:
+            raise ValueError(f"{path}: it has {size} bytes, more than {MAX_FILE}; copy it again")
         return path.read_bytes()
     except OSError as e:
         raise ValueError(f"{path}: cannot be read ({e.strerror}); copy it again") from None
@@ -584,6 +595,9 @@ class SentencePieceTokenizer(Tokenizer):
             text = " " + text
         return self.sp_no_prefix, text
 
+    def ranks(self) -> Sequence[Any]:
+        return [*map(self.sp.get_score, range(self.sp.vocab_size()))]
+
     def encode_continuation(self, text: str) -> list[int]:
         return self.sp_no_prefix.encode(text)
 
@@ -713,6 +727,10 @@ class JSONTokenizer(Tokenizer):
         text.encode()  # as in encode
         encoding = self._without_post_processor.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
+
+    def ranks(self) -> Sequence[Any]:
+        model = json.loads(self.tk.to_str())["model"]
+        return [model["type"], *model.get("merges", ())]
 
     def _name(self, id: int) -> str | None:
         return self.tk.id_to_token(id) if 0 <= id < self.vocab_size else None

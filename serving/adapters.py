@@ -89,6 +89,7 @@ class Adapter:
     matrices: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # for merging
     blocks: list[int] = field(default_factory=list)
     nodes: list[int] = field(default_factory=list)  # of the prefix tree, to notice an eviction
+    text_format: Any = None  # huggingface/fine_tune.py's; None: the base's
 
     @property
     def num_blocks(self) -> int:

@@ -52,6 +52,7 @@ from generation.json_schema import parse_grammar
 from generation.sampling import RowSampler
 from generation.structured import Grammar, Vocabulary
 from huggingface.chat_template import ChatTemplate
+from huggingface.fine_tune import template_of
 from huggingface.tokenizer import (
     Continuation, StopStrings, TextStream, Tokenizer, logprob_entry, one_line,
 )  # fmt: skip
@@ -280,6 +281,7 @@ class RequestFile:
     reorder: bool = False
     run_hash: str = ""  # of what all results depend on
     max_bytes: int = 2**20  # of a prompt: a longer one cannot fit, and is not tokenized
+    adapters: Mapping[str, Any] = field(default_factory=dict)  # by name, with their text_format
 
     def __iter__(self) -> Iterator[Request | Result]:
         items = self._read()
@@ -363,9 +365,10 @@ class RequestFile:
             if not isinstance(value, list) or not all(type(i) is int for i in value):
                 raise ValueError("prompt_ids must be a list of token ids")
             return value
-        if self.template is None:
-            raise ValueError("messages: the checkpoint has no chat template; give a prompt")
-        text = _insert_fields(self.template.prompt(value, self.system), values)
+        template = template_of(values.get("adapter"), self.adapters, self.template)
+        if template is None:
+            raise ValueError("messages: the model has no chat template; give a prompt")
+        text = _insert_fields(template.prompt(value, self.system), values)
         return self._encode(text, "messages")
 
     def _encode(self, text: str, field: str) -> list[int]:

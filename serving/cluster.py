@@ -503,9 +503,10 @@ def check_disaggregate(own: argparse.Namespace, args: Any) -> Placement | None:
 
 def main(argv: list[str] | None = None) -> int:
     from generation.config import parse_args
-    from generation.load import dummy_config, open_gguf
+    from generation.load import checkpoint_config, dummy_config, open_gguf
+    from generation.prompt import text_format
     from huggingface.tokenizer import DummyTokenizer, load_tokenizer
-    from serving.run import bind, serve_engine, served_model
+    from serving.run import bind, fine_tunes, serve_engine, served_model
 
     parser = argparse.ArgumentParser(
         prog="python -m serving.cluster", description=__doc__.split("\n")[0], allow_abbrev=False,
@@ -525,11 +526,14 @@ def main(argv: list[str] | None = None) -> int:
     try:
         args = parse_args(rest)
         listener = bind(args)
-        V = dummy_config(args.dummy).vocab_size if args.dummy else None
         with open_gguf(args):  # each replica opens the file for itself
+            config = dummy_config(args.dummy) if args.dummy else checkpoint_config(args.checkpoint)
+            V = config.vocab_size
             tokenizer = DummyTokenizer(V) if args.dummy else load_tokenizer(args.checkpoint)
+            format = text_format(args, config, tokenizer)
+            adapters = fine_tunes(args, format, tokenizer)
             replicas = start_replicas(own, args, rest)
-            model = served_model(args, tokenizer, *replicas.describe())
+            model = served_model(args, tokenizer, format, adapters, *replicas.describe())
         where = f"{own.replicas} replicas"
         serve_engine(args, partial(ReplicatedEngine, replicas.call), model, listener, where)
     except ValueError as e:

@@ -26,6 +26,7 @@ from typing import Any
 
 from generation.json_schema import from_response_format
 from huggingface.chat_template import ChatTemplate
+from huggingface.fine_tune import template_of
 from huggingface.tokenizer import TextStream, Tokenizer, printable
 from paged_kv import SamplingParams
 from serving.async_engine import LogProb, Piece, Progress, Stream
@@ -86,7 +87,8 @@ class Model:
     context: int  # tokens of prompt and output at most
     vocab_size: int
     max_bytes: int = 2**20  # of a text: more cannot fit the context, and is not tokenized
-    adapters: Collection[str] = ()  # names of LoRA adapters or --models, each a model of the API
+    # LoRA adapters or --models by name, each a model of the API, with its text_format
+    adapters: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -136,7 +138,8 @@ def parse_completion(body: Mapping[str, Any], model: Model) -> Call:
 def parse_chat(body: Mapping[str, Any], model: Model) -> Call:
     """A body of POST /v1/chat/completions. APIError names the field."""
     body = known_fields(body, CHAT, model)
-    ids = _chat_prompt(body.get("messages"), model)
+    template = template_of(body.get("model"), model.adapters, model.template)
+    ids = _chat_prompt(body.get("messages"), model, template)
     logprobs = _typed(body, "logprobs", bool, False)
     top = _integer(body, "top_logprobs", MAX_LOGPROBS)
     if top is not None and not logprobs:
@@ -297,13 +300,13 @@ def parse_detokenize(body: Any, model: Model) -> str:
     return model.tokenizer.decode(ids)
 
 
-def _chat_prompt(messages: Any, model: Model) -> list[int]:
-    if model.template is None:
+def _chat_prompt(messages: Any, model: Model, template: ChatTemplate | None) -> list[int]:
+    if template is None:
         raise APIError(400, "this model has no chat template; use /v1/completions", "messages")
     try:
-        prompt = model.template.prompt(messages)
+        prompt = template.prompt(messages)
     except ValueError as e:  # of the template, it begins with the file
-        text = str(e).removeprefix(f"{model.template.source}: ")
+        text = str(e).removeprefix(f"{template.source}: ")
         if text.startswith("messages"):
             raise APIError(400, text, re.match(r"[\w.\[\]]+", text)[0]) from None
         raise APIError(400, f"messages: {text}", "messages") from None

@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from functools import partial
@@ -38,11 +38,11 @@ from generation.load import (
     checkpoint_config, dummy_config, is_quantized, load, load_draft, moe_layers, open_gguf,
     optimize_for_inference_, pick_device,
 )  # fmt: skip
-from generation.prompt import prompt_text
+from generation.prompt import prompt_text, text_format
 from generation.ranks import (
     Rank0Policy, all_reduce_min, broadcast_object, rank0_then_broadcast, run_on_all_or_raise,
 )  # fmt: skip
-from huggingface.chat_template import load_chat_template
+from huggingface.fine_tune import FineTune, TextFormat, load_fine_tune_format
 from huggingface.tokenizer import Tokenizer, eos_ids, load_tokenizer
 from huggingface.weights import hf_modules, load_checkpoint, read_config
 from model import CONFIGS, ModelConfig, Transformer
@@ -143,19 +143,19 @@ def build_service(args: GenerateConfig) -> serving_batch.Service:
     device = run_on_all_or_raise(partial(pick_device, args.device))
     with torch.inference_mode(args.finetune is None):  # such weights cannot be used in autograd
         model, tokenizer = run_on_all_or_raise(partial(load, args, device))
-        ids = model.config.eos_ids
-        eos = () if args.dummy else eos_ids(args.checkpoint, ids, tokenizer)
-        pool = None if args.models is None else load_models(args, model, tokenizer)
+        format = text_format(args, model.config, tokenizer)
+        pool = None if args.models is None else load_models(args, model, tokenizer, format)
         options = engine_options(args, model) | dict(adapters=pool)
         if args.adapters is not None:
             options["adapters"] = make_pool(model, args.merge_adapters)
-        service = serving_batch.Service(model, tokenizer, eos, **options)
+        service = serving_batch.Service(model, tokenizer, format.eos_ids, **options)
         if args.finetune is not None:
             from serving import finetune  # here: its imports take a second
 
             service.tuner = finetune.start(args.finetune, service, args.checkpoint)
     for name, folder in args.adapters or ():
-        register_adapter(service.engine.adapters, name, folder)
+        read_format = partial(adapter_format, args, format, tokenizer)
+        register_adapter(service.engine.adapters, name, folder, read_format)
     add_drafter(args, service.engine, tokenizer)
     if args.serve and device.type == "cuda":  # on a CPU, compiling all shapes takes minutes
         service.engine.warm_up()
@@ -171,9 +171,28 @@ def make_pool(model: Transformer, merge: bool = False) -> AdapterPool:
     return pool
 
 
-def read_adapter(pool: AdapterPool, name: str, folder: str | os.PathLike) -> Adapter:
+def adapter_format(
+    args: GenerateConfig, base: TextFormat, tokenizer: Tokenizer, folder: str | os.PathLike
+) -> TextFormat:
+    """Chat template and EOS ids of an adapter; base, tokenizer: of --checkpoint. ValueError if it
+    has more EOS ids: the engine has the same ones for all requests."""
+    if args.dummy is not None:
+        return base
+    format = load_fine_tune_format(args.checkpoint, base, tokenizer, Path(folder))
+    if more := set(format.eos_ids) - set(base.eos_ids):
+        raise ValueError(
+            f"{folder}: its texts end with {tokenizer.piece(min(more))!r} too; add id {min(more)} "
+            "to eos_token_id in generation_config.json of --checkpoint, or use --adapter"
+        )
+    return format
+
+
+def read_adapter(
+    pool: AdapterPool, name: str, folder: str | os.PathLike,
+    read_format: Callable[[str | os.PathLike], TextFormat | None] = lambda folder: None,
+) -> Adapter:  # fmt: skip
     """An adapter in PEFT's format, not served yet. Another thread than the Engine's may call it.
-    ValueError says what is wrong with it."""
+    read_format: of its folder. ValueError says what is wrong with it."""
     with torch.device("meta"):  # the names of quantized layers too
         names = hf_modules(Transformer(pool.model.config))
     largest = 8 * MAX_RANK * sum(map(sum, pool.shapes.values())) + MAX_HEADER
@@ -189,30 +208,39 @@ def read_adapter(pool: AdapterPool, name: str, folder: str | os.PathLike) -> Ada
 
     found = read_adapters(folder, pool.shapes, lambda x: names.get(x, x), read)
     rank, alpha, weights = found
-    return pool.add(name, rank, alpha / rank, weights)
+    adapter = pool.add(name, rank, alpha / rank, weights)
+    adapter.text_format = read_format(folder)
+    return adapter
 
 
-def register_adapter(pool: AdapterPool, name: str, folder: str | os.PathLike) -> None:
+def register_adapter(
+    pool: AdapterPool, name: str, folder: str | os.PathLike,
+    read_format: Callable[[str | os.PathLike], TextFormat | None] = lambda folder: None,
+) -> None:  # fmt: skip
     """Read and serve an adapter. ValueError names the flag."""
     try:
-        pool.register(read_adapter(pool, name, folder))
+        pool.register(read_adapter(pool, name, folder, read_format))
     except ValueError as e:
         raise ValueError(f"--adapters {name}={folder}: {e}") from None
 
 
-def load_models(args: GenerateConfig, model: Transformer, tokenizer: Tokenizer) -> ModelPool:
-    """The ModelPool of --models. ValueError names the model and its folder."""
+def load_models(
+    args: GenerateConfig, model: Transformer, tokenizer: Tokenizer, format: TextFormat
+) -> ModelPool:
+    """The ModelPool of --models. tokenizer, format: of --checkpoint. ValueError names the model and
+    its folder."""
     if any(hasattr(module, "qweight") for module in model.modules()):
         raise ValueError(f"--models: {args.checkpoint} is quantized; give the 16-bit checkpoint")
     groups, pool, weight = model.layer_groups, ModelPool(model), model.embed.weight
     for name, folder in args.models:
         try:
             with as_folder(folder, packed=False) as folder:
-                check_fine_tune(args, name, folder, tokenizer)
+                check_fine_tune(args, name, folder, format)
+                own = load_fine_tune_format(args.checkpoint, format, tokenizer, folder)
                 options = dict(convert_module=pool.share)
                 new = load_checkpoint(folder, weight.device, weight.dtype, **options)
             new.tie()
-            added = pool.add(name, optimize_for_inference_(args, new))
+            added = pool.add(name, optimize_for_inference_(args, new), own)
         except ValueError as e:
             raise ValueError(f"--models {name}={folder}: {e}") from None
         own, shared = (f"{n / 1e6:.1f} MB" for n in (added.own_bytes, added.shared_bytes))
@@ -222,7 +250,7 @@ def load_models(args: GenerateConfig, model: Transformer, tokenizer: Tokenizer) 
     return pool
 
 
-def check_fine_tune(args: GenerateConfig, name: str, folder: Path, tokenizer: Tokenizer) -> None:
+def check_fine_tune(args: GenerateConfig, name: str, folder: Path, format: TextFormat) -> None:
     """ValueError if requests to a model cannot be in the batches of --checkpoint."""
     if not NAME.fullmatch(name):
         raise ValueError("a name has letters, digits, '.', '_', '-'")
@@ -233,15 +261,12 @@ def check_fine_tune(args: GenerateConfig, name: str, folder: Path, tokenizer: To
     base, config = (read_config(path / "config.json") for path in (args.checkpoint, folder))
     own = load_tokenizer(folder)
     config = replace(config, eos_ids=eos_ids(folder, config.eos_ids, own))
-    base = replace(base, eos_ids=eos_ids(args.checkpoint, base.eos_ids, tokenizer))
+    base = replace(base, eos_ids=format.eos_ids)
     for field in fields(base):
         ours, theirs = (getattr(c, field.name) for c in (base, config))
         if ours != theirs:
             text = f"{field.name} is {theirs}, but {ours} in {args.checkpoint}"
             raise ValueError(f"{text}; --models are fine-tunes of --checkpoint")
-    tokens = lambda t: [*map(t.id_to_token, range(t.vocab_size))]
-    if tokens(own) != tokens(tokenizer):
-        raise ValueError(f"its tokenizer has other tokens than that of {args.checkpoint}")
 
 
 def fuse_shared_layers_(model: Transformer) -> None:
@@ -296,12 +321,13 @@ def batch(args: GenerateConfig) -> int:
 def run_batch_file(args: GenerateConfig, out: Path, previous_results: Results, run: str) -> int:
     """The same, with what batch_files returns."""
     service = build_service(args)
-    template = None if args.dummy else load_chat_template(args.checkpoint)
-    capacity = service.engine.capacity
+    template = text_format(args, service.engine.model.config, service.tokenizer).template
+    capacity, pool = service.engine.capacity, service.engine.adapters
     max_bytes = capacity * service.tokenizer.max_token_bytes
     requests = serving_batch.RequestFile(
         args.batch, previous_results, service.tokenizer, template, args.system_prompt,
         args.sampling_params, capacity, rank0_then_broadcast, args.reorder, run, max_bytes,
+        {} if pool is None else pool.adapters,
     )  # fmt: skip
     is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
     try:
@@ -470,20 +496,22 @@ def serve(args: GenerateConfig) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 drains
             signal.signal(number, signal.SIG_IGN)
         return follow(service)
-    capacity, V = service.engine.capacity, service.engine.model.config.vocab_size
-    model = served_model(args, service.tokenizer, capacity, V)
+    config, pool = service.engine.model.config, service.engine.adapters
+    format = text_format(args, config, service.tokenizer)
+    sizes = service.engine.capacity, config.vocab_size
+    adapters = {} if pool is None else pool.adapters
+    model = served_model(args, service.tokenizer, format, adapters, *sizes)
     make_engine = partial(server.AsyncEngine, on_rank0(service))
     if args.cascade is not None:
         make_engine = cascade_engine(args, service)
     device = device_name(service.engine.model.embed.weight.device, args.mesh)
-    pool = service.engine.adapters
-    model.adapters = () if pool is None else pool.adapters
-    adapters = None
+    runtime = None
     if args.runtime_adapters is not None:
-        read, folder = partial(read_adapter, pool), args.runtime_adapters
-        adapters = RuntimeAdapters(pool, read, folder, args.max_adapters)
+        read_format = partial(adapter_format, args, format, service.tokenizer)
+        read, folder = partial(read_adapter, pool, read_format=read_format), args.runtime_adapters
+        runtime = RuntimeAdapters(pool, read, folder, args.max_adapters)
     with saved_adapters(service):
-        serve_engine(args, make_engine, model, listener, device, adapters)
+        serve_engine(args, make_engine, model, listener, device, runtime)
     broadcast_object(None)  # to `follow`
 
 
@@ -527,18 +555,35 @@ def serve_engine(
     server.DrainingServer(app, host, port).run([listener])
 
 
-def served_model(args: GenerateConfig, tokenizer: Tokenizer, capacity: int, vocab_size: int) -> Any:
-    """The Model that calls of the API are parsed against."""
+def served_model(
+    args: GenerateConfig, tokenizer: Tokenizer, format: TextFormat,
+    adapters: Mapping[str, FineTune], capacity: int, vocab_size: int,
+) -> Any:  # fmt: skip
+    """The Model that calls of the API are parsed against. ValueError if an adapter has its name."""
     from serving.openai_api import Model
 
     name = Path(args.dummy).resolve().stem if args.dummy else model_name(args.checkpoint)
-    template = None if args.dummy else load_chat_template(args.checkpoint)
     max_bytes = capacity * tokenizer.max_token_bytes
-    names = [name for name, _ in args.adapters or args.models or ()]
-    if name in names:
+    if name in adapters:
         flag = "adapters" if args.adapters else "models"
         raise ValueError(f"--{flag} {name}: this is the model's own name; give another one")
-    return Model(name, tokenizer, template, capacity, vocab_size, max_bytes, names)
+    return Model(name, tokenizer, format.template, capacity, vocab_size, max_bytes, adapters)
+
+
+def fine_tunes(
+    args: GenerateConfig, base: TextFormat, tokenizer: Tokenizer
+) -> dict[str, FineTune]:  # fmt: skip
+    """--adapters or --models by name, for a process that has no weights. ValueError names the
+    flag."""
+    found = {}
+    for flag in ("adapters", "models"):
+        for name, folder in getattr(args, flag) or ():
+            try:
+                with as_folder(folder) as path:
+                    found[name] = FineTune(adapter_format(args, base, tokenizer, path))
+            except ValueError as e:
+                raise ValueError(f"--{flag} {name}={folder}: {e}") from None
+    return found
 
 
 def parse_address(args: GenerateConfig) -> tuple[str, int]:

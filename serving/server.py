@@ -53,6 +53,7 @@ from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from generation.structured import compile_dfa_async, known_dfa
+from huggingface.fine_tune import template_of
 from huggingface.tokenizer import one_line, printable
 from paged_kv import Output, Sample
 from serving.async_engine import AsyncEngine, Progress, Stats, Stream, log_exception
@@ -330,10 +331,12 @@ class Server:
 
     async def models(self, request: HTTPRequest) -> Response:
         about = {"object": "model", "created": 0, "owned_by": "sheaf"}
-        about |= {"max_model_len": self.model.context, "chat": self.model.template is not None}
-        models = {self.model.name: {"id": self.model.name} | about}
-        for name in list(self.model.adapters):
-            models[name] = {"id": name} | about | {"parent": self.model.name}
+        about |= {"max_model_len": self.model.context}
+        models = {}
+        for name in [self.model.name, *self.model.adapters]:
+            parent = {} if name == self.model.name else {"parent": self.model.name}
+            template = template_of(name, self.model.adapters, self.model.template)
+            models[name] = {"id": name} | about | {"chat": template is not None} | parent
         if (id := request.path_params.get("id")) is None:
             return JSONResponse({"object": "list", "data": list(models.values())})
         known_fields({"model": id}, {"model"}, self.model)

@@ -55,6 +55,7 @@ class SharedModel:
     shared_bytes: int
     num_blocks: int = 0
     num_missing: int = 0
+    text_format: Any = None  # huggingface/fine_tune.py's; None: the base's
 
     def resident(self) -> list[int]:
         return []
@@ -135,7 +136,7 @@ class ModelPool:
                 )
         return module
 
-    def add(self, name: str, model: nn.Module) -> SharedModel:
+    def add(self, name: str, model: nn.Module, text_format: Any = None) -> SharedModel:
         """Serve a model with modules of the base's kinds, whose tensors have been through `share`.
         ValueError if the name is in use."""
         _check(name not in self.adapters, f"model {name!r} is given twice")
@@ -147,7 +148,8 @@ class ModelPool:
                 self.tensors[full_name].append(tensor)
         own = sum(n for key, n in sizes.items() if key not in stored)
         shared = sum(sizes.values()) - own
-        new = self.adapters[name] = SharedModel(name, next(self.roots), own, shared)
+        new = SharedModel(name, next(self.roots), own, shared, text_format=text_format)
+        self.adapters[name] = new
         for path, default in self.units.items():
             unit = model.get_submodule(path)
             if not _same_tensors(unit, default):
