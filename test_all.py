@@ -24185,6 +24185,69 @@ async def cancelled_run(engine: ASYNC.AsyncEngine) -> list:
     return done + errors
 
 
+def test_fine_tunes_bring_their_chat_template(tmp_path):
+    """The template of an adapter's folder makes the prompts of --adapter --chat, of requests that
+    name it over HTTP and in --batch, and /v1/models tells for which models chats work."""
+    model, _ = http_small()
+    for name in ("chat", "plain"):
+        adapter_folder(tmp_path / name, model)
+    (tmp_path / "chat" / "chat_template.jinja").write_text("<{{ messages[0].content }}>")
+    shutil.copy(SMALL / "tokenizer.model", tmp_path / "chat")  # the base's own is no other one
+    both = ["--adapters", ",".join(f"{n}={tmp_path / n}" for n in ("chat", "plain"))]
+    base = ["--checkpoint", SMALL, "--device", "cpu", "--dtype", "fp32"]
+    one = G.parse_args([*map(str, base), "--chat", "--adapter", str(tmp_path / "chat")])
+    _, tokenizer = LOAD.load(one, torch.device("cpu"))
+    config, want = model.config, tokenizer.encode("<hi>", bos=False)
+    format = PROMPT.text_format(one, config, tokenizer)
+    assert PROMPT.prompt_ids(one, "hi", tokenizer, config, format) == want
+    args = G.parse_args([*map(str, base), *both, "--serve", "127.0.0.1:0"])
+    service, format = SRUN.build_service(args), PROMPT.text_format(args, config, tokenizer)
+    adapters = service.engine.adapters.adapters
+    served = SRUN.served_model(args, tokenizer, format, adapters, 200, config.vocab_size)
+    replica = SRUN.fine_tunes(args, format, tokenizer)  # of a process without weights
+    sources = lambda tunes: {n: getattr(OA.template_of(n, tunes, None), "source", 0) for n in tunes}
+    file = tmp_path / "chat" / "chat_template.jinja"
+    assert sources(replica) == sources(adapters) == {"chat": file, "plain": 0}
+    body = {"messages": [message("user", "hi")], "max_tokens": 2}
+    assert OA.parse_chat(body | {"model": "chat"}, served).requests[0].ids == want
+    for other in ("plain", served.name):
+        with pytest.raises(OA.APIError, match="no chat template"):
+            OA.parse_chat(body | {"model": other}, served)
+    listed = asyncio.run(SV.Server.models(SimpleNamespace(model=served), MagicMock(path_params={})))
+    listed = {m["id"]: m["chat"] for m in json.loads(listed.body)["data"]}
+    assert listed == {served.name: False, "chat": True, "plain": False}
+    lines = [body | {"adapter": "chat"}, body | {"adapter": "plain"}, {"prompt_ids": want}]
+    lines[2] |= {"adapter": "chat"}
+    lines = [{k: v for k, v in x.items() if k != "max_tokens"} for x in lines]
+    path = serving_file(tmp_path / "in.jsonl", lines)
+    run_generate("--batch", path, *both, *base, "--temperature", "0", "--max-new-tokens", "4")
+    results = serving_results(tmp_path / "in.results.jsonl")
+    assert results[1]["tokens"] == results[3]["tokens"]
+    assert "messages: the model has no chat template" in results[2]["error"]
+
+
+def test_fine_tunes_with_other_tokens_or_ends_are_refused(tmp_path):
+    """Tokens that the base has not, or that have other ids there, and ends of texts that the
+    engine of all adapters does not have; --adapter has them."""
+    model, tokenizer = http_small()
+    args = G.parse_args(["--checkpoint", str(SMALL), "--device", "cpu"])
+    format = PROMPT.text_format(args, model.config, tokenizer)
+    token = {"content": "<|im_end|>", "special": True, "lstrip": False, "rstrip": False}
+    added = {"added_tokens_decoder": {"5": token}, "eos_token": "<|im_end|>"}
+    for i, (name, content, words) in enumerate((
+        ("tokenizer_config.json", added, "'<|im_end|>' (id 5) is no such token of the base model"),
+        ("generation_config.json", {"eos_token_id": [2, 7]}, "add id 7 to eos_token_id in"),
+        ("tokenizer.json", {}, "tokenizer.json"),
+    )):
+        folder = adapter_folder(tmp_path / str(i), model)
+        (folder / name).write_text(json.dumps(content))
+        with pytest.raises(ValueError, match=re.escape(words)) as e:
+            SRUN.adapter_format(args, format, tokenizer, folder)
+        assert str(folder) in str(e.value) and "\n" not in str(e.value)
+    args.adapter = tmp_path / "1"
+    assert {*format.eos_ids, 7, 2} == {*PROMPT.text_format(args, model.config, tokenizer).eos_ids}
+
+
 def test_adapters_over_http(tmp_path):
     """Each adapter is a model: listed, called by name, loaded and unloaded while another request
     runs, if the server allows it: from one folder, up to a number. A bad one, a file that would
