@@ -735,25 +735,30 @@ def test_recovery_refuses_a_folder_that_another_user_may_have_made(found, tmp_pa
         assert new.stat().st_mode & 0o777 == 0o700
 
 
-def test_ranks_end_with_a_torchrun_that_is_killed(monkeypatch):
-    """The rank of a parent that gets SIGKILL, and so cannot stop it, gets SIGTERM."""
+@pytest.mark.parametrize("has_ended, reports", [(False, b"ready ended"), (True, b"ended")])
+def test_ranks_end_with_a_torchrun_that_is_killed(monkeypatch, has_ended, reports):
+    """The rank of a parent that gets SIGKILL, and so cannot stop it, gets SIGTERM; at once if that
+    was before it asked."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
     read_end, write_end = os.pipe()
     if (torchrun := os.fork()) == 0:
         ready, is_ready = os.pipe()
         if os.fork() == 0:
             signal.signal(signal.SIGTERM, lambda *_: (os.write(write_end, b"ended"), os._exit(0)))
-            RANK_ENV.PARENT = os.getppid()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+            RANK_ENV.PARENT = 0 if has_ended else os.getppid()
             RANK_ENV.end_with_torchrun()
+            os.write(write_end, b"ready ")
             os.write(is_ready, b"1")
             time.sleep(60)
             os._exit(1)
-        os.read(ready, 1)
+        os.close(is_ready)
+        os.read(ready, 1)  # nothing if the rank has ended
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(torchrun, 0)
     os.close(write_end)
-    assert os.read(read_end, 9) == b"ended"
-    os.close(read_end)
+    with open(read_end, "rb") as file:
+        assert file.read() == reports
 
 
 def test_rank_env_names_the_variable(monkeypatch):
@@ -787,6 +792,16 @@ def test_rank_env_names_the_variable(monkeypatch):
         with pytest.raises(ConnectionError, match=f"MASTER_PORT={port}: the port is in use"):
             with RANK_ENV.rendezvous_errors(0):
                 dist.TCPStore("127.0.0.1", port, 2, True)
+    address = f"MASTER_ADDR=localhost, MASTER_PORT={port}: "
+    for rank, error, words in (
+        (0, dist.DistStoreError("1 of 2\nmore"), "no rendezvous of all ranks (1 of 2)"),
+        (1, dist.DistNetworkError("refused"), "rank 0 does not answer (refused)"),
+        (1, dist.DistNetworkError("EADDRINUSE"), "rank 0 does not answer (EADDRINUSE)"),
+        (1, TimeoutError(), "rank 0 does not answer (TimeoutError)"),
+    ):
+        with pytest.raises(ConnectionError, match=f"^{re.escape(address + words)}$"):
+            with RANK_ENV.rendezvous_errors(rank):
+                raise error
 
 
 def test_diloco_store_listens_at_its_address_alone():
@@ -2274,8 +2289,8 @@ def test_tokenizer_equals_transformers(text_folders, name):
 
 @pytest.mark.parametrize("name", [*FOLDERS, *PIECE_FOLDERS])
 def test_tokenizer_offsets_equal_transformers(text_folders, name):
-    """The span of characters of each token is AutoTokenizer's, but with the spaces that transformers
-    trims off a token, and an inserted space has none. The texts of the spans are the whole text."""
+    """The span of characters of each token is AutoTokenizer's, but with the spaces that it trims
+    off a token, and an inserted space has none. The texts of the spans are the whole text."""
     tokenizer = K.load_tokenizer(text_folders / name)
     tables = text_folders / name.removesuffix("/pieces")
     reference = transformers().AutoTokenizer.from_pretrained(tables)
@@ -2831,8 +2846,8 @@ def test_tokenizer_added_tokens_are_plain_text(text_folders, name, tmp_path):
 
 
 def test_tokenizer_white_space_before_an_added_token(tmp_path):
-    """A token with lstrip takes the white space on its left, as in the tokenizers library; a long run
-    of spaces takes linear time (a regular expression that starts with white space: minutes)."""
+    """A token with lstrip takes the white space on its left, as in the tokenizers library; a long
+    run of spaces takes linear time (a regular expression that starts with white space: minutes)."""
     (tmp_path / "tokenizer.model").write_bytes(PIECES)
     added = {"4096": added_token("<mask>", lstrip=True), "4097": added_token("<t>")}
     added["4098"] = added_token("<w>", lstrip=True, rstrip=True, single_word=True)
@@ -12345,8 +12360,8 @@ class RandomTexts:
 
 
 def test_structured_texts_of_random_schemas_are_valid():
-    """Each of 1500 random schemas, malformed ones too, is refused by ValueError, or its random texts
-    are JSON and valid by the jsonschema package; oneOf, allOf and $ref are among both."""
+    """Each of 1500 random schemas, malformed ones too, is refused by ValueError, or its random
+    texts are JSON and valid by the jsonschema package; oneOf, allOf and $ref are among both."""
     jsonschema, rng, compiled, refused = pytest.importorskip("jsonschema"), random.Random(3), [], 0
     for _ in range(1500):
         schema = random_schema(rng)
@@ -16239,7 +16254,7 @@ def test_server_stream_is_continued_twice_at_once():
 
 def test_server_streams_that_ended_are_bounded(monkeypatch):
     """In number, in time without further calls, and in all that they hold: user, stop strings,
-    biases and patterns, but no compiled grammar. One that nobody continues is counted as aborted."""
+    biases and patterns, but no compiled grammar. One that nobody continues counts as aborted."""
     monkeypatch.setattr(SV, "KEPT_SIZE", 9000)
     kind = {"type": "json_schema", "json_schema": {"schema": {"enum": ["a", "b"]}}}
     body = dict(prompt=HTTP_PROMPT, max_tokens=9, stream=True)
@@ -20933,7 +20948,8 @@ def test_gguf_defaults_of_llama_cpp(tmp_path):
 def test_gguf_and_all_programs_end_a_text_at_the_same_ids(tmp_path):
     """generate.py, --batch and --serve of a folder whose config.json, generation_config.json and
     tokenizer name other ids stop at all of them and at no other, and so they do for its GGUF file,
-    although it has a token that llama.cpp takes for an end. Both have the same name and template."""
+    although it has a token that llama.cpp takes for an end. Both have the same name and template.
+    """
     folder, path = tmp_path / "model.v1", tmp_path / "model.v1.gguf"
     gguf_tokenizer_folder(write_json(folder))
     ends = (5, 6, 7, 8, K.load_tokenizer(folder).eos_id)
@@ -20997,7 +21013,7 @@ def test_gguf_package_is_optional(monkeypatch, capsys):
 
 def test_data_rows_decode_by_definition():
     """Any order of targets, prompts, starts and padding: inputs, targets, positions and padding are
-    those of a loop over the values; unpacked rows have no positions; int32 is decoded as int64 is."""
+    those of a loop over the values; unpacked rows have no positions; int32 is decoded as int64."""
     tokens, START = (0, 1, 7, 99, 2**30 - 2), 2**30
     values = [v for t in tokens for v in (t, ~t, t | START, ~(t | START))]
     values += [~(START - 1), ~(START | START - 1)]
@@ -21537,8 +21553,8 @@ def test_data_chat_loss_mask_covers_assistant_tokens():
 
 
 def test_data_most_padding_is_said():
-    """With the length that fits the longest conversation, if it is shorter than the rows; nothing is
-    said of rows that are half full."""
+    """With the length that fits the longest conversation, if it is shorter than the rows; nothing
+    is said of rows that are half full."""
     row = lambda n, T: DA.encode_row([5] * n, 2, T)
     hint = lambda lengths, T: TRAIN_CHATS.padding_hint(
         torch.stack([row(n, T) for n in lengths]), "x"
@@ -21776,7 +21792,8 @@ def test_data_files_of_chats_preferences_and_prompts(tmp_path):
     ("conversations", {"messages": DATA_CHAT, "tools": [{"function": {"name": "f", "strict": 1}}]},
      "tools[0].function.strict must be true or false"),
     ("conversations", {"messages": [{"role": "user"}]}, "line 3: messages[0].content must be text"),
-    ("conversations", {"messages": DATA_CHAT, "functions": []}, 'line 3: unknown field "functions"'),
+    ("conversations", {"messages": DATA_CHAT, "functions": []},
+     'line 3: unknown field "functions"'),
     ("conversations", {"messages": DATA_CHAT, "tools": {}}, '"tools" must be a list'),
     ("conversations", {"messages": DATA_CHAT, "tools": [{"type": "function"}]},
      "tools[0]: must have the type function, and an object function"),
@@ -21794,8 +21811,9 @@ def test_data_files_of_chats_preferences_and_prompts(tmp_path):
      {"messages": [{"role": "assistant",
                     "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
      "messages[0].tool_calls[0].function.arguments must be a JSON object"),
-    ("preferences", {"prompt": "x", "chosen": "y", "rejected": [{"role": "assistant",
-                     "content": "z", "weight": 0}]}, "line 3: rejected[0].weight is for --task sft"),
+    ("preferences", {"prompt": "x", "chosen": "y", "rejected": [
+        {"role": "assistant", "content": "z", "weight": 0}]},
+     "line 3: rejected[0].weight is for --task sft"),
     ("preferences", {"prompt": "x", "messages": DATA_CHAT[:1], "chosen": "y", "rejected": "z"},
      'line 3: has both "prompt" and "messages"'),
     ("preferences", {"prompt": DATA_CHAT[:2], "chosen": "y", "rejected": "z"},
@@ -21852,8 +21870,8 @@ def test_data_what_a_template_leaves_out_is_named():
 
 
 def test_data_documents_are_read_one_by_one(tmp_path):
-    """JSONL is read line by line, unpaired surrogates and invalid UTF-8 are errors; one without text
-    is an error. A text file is split after a line or a word, each 8192 characters at most."""
+    """JSONL is read line by line, unpaired surrogates and invalid UTF-8 are errors; one without
+    text is an error. A text file is split after a line or a word, each 8192 characters at most."""
     path, text = tmp_path / "x.jsonl", tmp_path / "one.txt"
     path.write_text('{"text": "first"}\n{"text": " "}\n{"text": "\\ud800"}\nnot json\n')
     documents = DA.stream_documents(str(path))
@@ -24279,7 +24297,8 @@ def test_adapters_over_http(tmp_path):
     config = json.loads((folder / LO.CONFIG).read_text())
     (shelf / "alpha" / LO.CONFIG).write_text(json.dumps(config | {"lora_alpha": 1e308}))
     (shelf / "up").symlink_to(outside)
-    elsewhere = f"{outside} ../outside up link /etc /etc/passwd /home/alice/.ssh nothing b/{LO.CONFIG}"
+    elsewhere = f"{outside} ../outside up link /etc /etc/passwd /home/alice/.ssh nothing"
+    elsewhere += f" b/{LO.CONFIG}"
     answers = set()
     with http_server(model, tokenizer, engine=dict(adapters=pool)) as (server, url):
         read = partial(SRUN.read_adapter, pool)
@@ -30330,7 +30349,8 @@ deepseek-v3 b200 8192 64 dp=32 tp=8 cp=2 pp=4 ep=32 schedule=zb-h1
 2.3959 4.7918 3.8515 6.0873 0 285.63 3.5691 3.5691 49.256 14.867 3.3268 13.018 83.765 183.88 1.1831
 15.937 496.17 1.2441 32.192 1.4359
 
-gpt3-175b a100-80gb 2048 64 dp=4 tp=8 pp=8 schedule=interleaved chunks=3 attention=fa2 zero=2 compiled=False recompute=selective
+gpt3-175b a100-80gb 2048 64 dp=4 tp=8 pp=8 schedule=interleaved chunks=3 attention=fa2 \
+zero=2 compiled=False recompute=selective
 5.2075 2.6037 7.8112 6.1053 0 56.177 19.119 22.251 2882.1 85.268 146.13 189.6 533.68 10.527 73.688
 571.82 9.0759 4600.7 11.426
 

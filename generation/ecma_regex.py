@@ -6,9 +6,10 @@ atom is read as ECMA-262 defines it with the u flag (section 22.2; JSON Schema's
 written as ranges of characters. One that JSON escapes in a string is written as its escape, so that
 `[^,]` may be `\\n`, and a pattern needs no check after it is compiled.
 
-A pattern is of a whole string: ^ and $ may stand where they change nothing. What no finite
-automaton of a text has (look-ahead, look-behind, back-references) or needs its neighbours (\\b) is
-refused by name, and what other dialects read differently and the u flag refuses ({,2}, \\A, \\h).
+A pattern matches a whole string: ^ and $ may stand where they change nothing. Refused by name are
+what no finite automaton has (look-ahead, look-behind, back-references), what depends on the
+neighbours of a character (\\b), and what the u flag refuses since other dialects read it
+differently ({,2}, \\A, \\h).
 Equivalence (test_all.py): texts match as in a table that node made of new RegExp(pattern, "u").
 """
 
@@ -31,7 +32,7 @@ SPACE: Ranges = [(0x09, 0x0D), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x
 LINE_ENDS: Ranges = [(0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029)]
 SURROGATES: Ranges = [(0xD800, 0xDFFF)]
 ESCAPED: Ranges = [(0x00, 0x1F), (0x22, 0x22), (0x5C, 0x5C)]  # in JSON strings
-SHORT = [0x22, 0x5C, 0x08, 0x0C, 0x0A, 0x0D, 0x09]  # of these, those with an escape such as \n
+SHORT = [0x22, 0x5C, 0x08, 0x0C, 0x0A, 0x0D, 0x09]  # ESCAPED with a short escape, such as \n
 CLASSES = {"d": DIGITS, "w": WORD, "s": SPACE}
 CONTROLS = {"t": 0x09, "n": 0x0A, "v": 0x0B, "f": 0x0C, "r": 0x0D, "0": 0x00}
 
@@ -66,8 +67,9 @@ class _Group:
 
 
 def json_pattern(pattern: str) -> str:
-    """An ECMA-262 regular expression -> a pattern of what stands between the quotes of the JSON
-    strings that match it as a whole. ValueError, which the caller puts the pattern before."""
+    """An ECMA-262 regular expression -> a pattern, in Rust's syntax, of what stands between the
+    quotes of the JSON strings that match it as a whole. ValueError, without the pattern, which the
+    caller puts before it: "has look-ahead or look-behind"."""
     _check(len(pattern) <= MAX_LENGTH, f"over {MAX_LENGTH} characters")
     out, groups = [], [_Group(starts=True)]
     starts, ended, repeatable = True, False, False  # of an alternative, up to the token
@@ -194,13 +196,20 @@ def _write(ranges: Ranges, properties: list[str], negated: bool = False) -> str:
     if properties:
         items = "".join([*(_range(r) for r in ranges), *properties])
         return rf'[[{"^" * negated}{items}]&&[^"\\\x00-\x1f]]'
-    escaped = [c for c in range(0x5D) if any(low <= c <= high for low, high in ranges)]
-    escaped = [c for c in escaped if any(low <= c <= high for low, high in ESCAPED)]
-    escaped = [c for c in escaped if c in SHORT] or ([] if plain else escaped)
-    found = [f"[{text}]" if "-" in text or len(plain) > 1 else text] * bool(plain)
+    escaped = [c for c in range(0x5D) if _contains(ranges, c) and _contains(ESCAPED, c)]
+    short = [c for c in escaped if c in SHORT]
+    if plain or short:
+        escaped = short
+    found = []
+    if plain:
+        found.append(f"[{text}]" if "-" in text or len(plain) > 1 else text)
     found += [re.escape(json.dumps(chr(c))[1:-1]) for c in escaped]
     _check(found, "a class that no character is in")
     return f"(?:{'|'.join(found)})" if escaped else found[0]
+
+
+def _contains(ranges: Ranges, code: int) -> bool:
+    return any(low <= code <= high for low, high in ranges)
 
 
 def _range(ends: tuple[int, int]) -> str:

@@ -57,7 +57,7 @@ def _parse_message(message: Any, where: str) -> dict[str, str]:
     given = {name: value for name, value in message.items() if value is not None}
     for name, value in [*given.items()]:
         # parsed: the openai package's reading of the content, which it sends back too
-        if name == "parsed" or name in RESPONSE_FIELDS and value in ([], ""):
+        if name == "parsed" or (name in RESPONSE_FIELDS and value in ([], "")):
             del given[name]
         elif name not in MESSAGE_FIELDS:
             have = ", ".join(MESSAGE_FIELDS)
@@ -154,10 +154,10 @@ class ChatTemplate:
         if not messages or not all(isinstance(m, dict) for m in messages):
             raise ValueError(f"messages must be a list of one or more objects, not {messages!r}")
         messages = [_for_template(message) for message in messages]
-        known = {**self.variables, "tools": None, "documents": None, **variables}
-        with_tools = known["tools"] is not None and "tool_use" in self.templates
+        values = {**self.variables, "tools": None, "documents": None, **variables}
+        with_tools = values["tools"] is not None and "tool_use" in self.templates
         template = self.templates["tool_use" if with_tools else "default"]
-        given = known | {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        given = values | {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
             start_rendering(given)
             return template.render(given)
@@ -184,8 +184,8 @@ def load_chat_template(
 
 
 def chat_template_texts(folder: Path, config: TokenizerConfig) -> tuple[Path, dict[str, str]]:
-    """Their file, and the templates by name: of chat_template.jinja (and
-    additional_chat_templates/*.jinja), else of chat_template in tokenizer_config.json."""
+    """The file that a folder's chat templates are in, and the templates by name: of
+    chat_template.jinja and additional_chat_templates/*.jinja, else of tokenizer_config.json."""
     path = folder / "chat_template.jinja"
     files = {"default": path} if os.path.lexists(path) else {}
     files |= {p.stem: p for p in sorted(folder.glob("additional_chat_templates/*.jinja"))}

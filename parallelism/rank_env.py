@@ -17,9 +17,8 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-
 PR_SET_PDEATHSIG = 1  # prctl(2)
-PARENT = os.getppid()  # torchrun, while this process starts
+PARENT = os.getppid()  # torchrun, unless it has ended already
 
 
 class RankEnv(NamedTuple):
@@ -42,15 +41,15 @@ def rank_env() -> RankEnv:
     if rank >= world:
         given = os.environ.get("WORLD_SIZE", "not set")
         raise ValueError(f"RANK={rank}: must be below WORLD_SIZE, which is {given}")
-    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if world > 1 else ():
-        if not os.environ.get(name):
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        if world > 1 and not os.environ.get(name):
             raise ValueError(f"{name} is not set, but WORLD_SIZE={world}: start with torchrun")
     _number("MASTER_PORT", 1, 1, 2**16)
     return RankEnv(rank, world, local_rank)
 
 
 def _number(name: str, default: int, least: int, end: int | None = None) -> int:
-    """The number, from `least` to `end` - 1, in an environment variable."""
+    """The number, from `least` to `end` - 1, in an environment variable. ValueError names it."""
     text = os.environ.get(name, str(default))
     ok = text.isascii() and text.isdecimal() and least <= int(text)
     if not ok or (end is not None and int(text) >= end):
@@ -60,8 +59,8 @@ def _number(name: str, default: int, least: int, end: int | None = None) -> int:
 
 
 def end_with_torchrun() -> None:
-    """On Linux, let the kernel send SIGTERM to this rank when torchrun ends: it was killed, and so
-    could not stop its ranks, which would keep their GPUs."""
+    """On Linux, let the kernel send SIGTERM to this rank when torchrun ends before it: killed by
+    SIGKILL, torchrun cannot stop its ranks, and they would keep their GPUs."""
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != PARENT:  # it has ended already
@@ -76,7 +75,7 @@ def rendezvous_errors(rank: int) -> Iterator[None]:
         yield
     except (dist.DistNetworkError, dist.DistStoreError, TimeoutError) as e:
         address, port = (os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
-        why = str(e).splitlines()[0]
+        why = str(e).partition("\n")[0] or type(e).__name__
         if rank == 0 and ("EADDRINUSE" in str(e) or "address already in use" in str(e)):
             text = f"MASTER_PORT={port}: the port is in use on this machine; choose another"
         elif rank == 0:

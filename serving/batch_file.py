@@ -1,9 +1,9 @@
 """The files of --batch: lines of requests and lines of results, and which result is of which line.
 
-A result is kept when a run is repeated, so it must be known what it is of. Each has a hash: of what
-all results of a run depend on (weights, tokenizer, chat template, flags), and of its request's
-line. `request_lines` compares them and refuses a results file of other requests, flags or weights;
-flags that change the text by rounding alone (NO_EFFECT) are not in it.
+A run that is repeated keeps the results that it finds, so each says what it belongs to by a hash of
+two parts: one of what all results of a run depend on (weights, tokenizer, chat template, flags),
+one of its request's line. `request_lines` compares them and refuses a results file of other
+requests, flags or weights; flags that change the text by rounding alone (NO_EFFECT) are left out.
 
 Cost: SHA-256 of the weights on all cores, about a second per GB and core.
 """
@@ -71,8 +71,9 @@ def parse_json(data: bytes) -> Any:
         value = json.loads(data.decode("utf-8-sig"))
     except (ValueError, RecursionError) as e:
         raise ValueError(f"is not JSON ({one_line(e)})") from None
-    if data.count(b"[") + data.count(b"{") > MAX_DEPTH:  # so many brackets may be nested
-        level = [value]
+    # nested deeper than MAX_DEPTH only with more brackets than that: most lines are not searched
+    if data.count(b"[") + data.count(b"{") > MAX_DEPTH:
+        level = [value]  # of one depth
         for _ in range(MAX_DEPTH):
             nested = (x for x in level if isinstance(x, (dict, list)))
             level = [*chain(*(x.values() if isinstance(x, dict) else x for x in nested))]
@@ -106,10 +107,10 @@ def parse_id(values: Mapping[str, Any], default: Any) -> Id:
 
 
 def run_hash(args: GenerateConfig) -> str:
-    """Of what all results of a run depend on."""
-    settings = {name: repr(getattr(args, name)) for name in sorted(args.flags())}
-    settings = {n: x for n, x in settings.items() if n not in NO_EFFECT and n not in FOLDERS}
-    settings = {n: x for n, x in settings.items() if not n.startswith(("speculate", "draft"))}
+    """The hash of what all results of a run depend on. ValueError for a folder that is missing."""
+    names = [name for name in sorted(args.flags()) if name not in {*NO_EFFECT, *FOLDERS}]
+    names = [name for name in names if not name.startswith(("speculate", "draft"))]
+    settings = {name: repr(getattr(args, name)) for name in names}
     settings["grammar"] = repr(args.grammar)
     if args.dummy and Path(args.dummy).is_file():
         settings["dummy"] = _digest(Path(args.dummy).read_bytes())
@@ -121,22 +122,22 @@ def run_hash(args: GenerateConfig) -> str:
 
 
 def folder_hash(folder: Path) -> str:
-    """Of all bytes of a model's files, or of a GGUF file; a sample could miss what a fine-tune has
-    changed."""
+    """The hash of all bytes of a model's files, or of a GGUF file; a sample could miss what a
+    fine-tune has changed. ValueError if it does not exist."""
     if not folder.exists():
         raise ValueError(f"{folder}: no such folder")
     files = {path for pattern in MODEL_FILES for path in folder.glob(pattern) if path.is_file()}
     files |= {folder} if folder.is_file() else set()
     pieces = [(x, start) for x in sorted(files) for start in range(0, x.stat().st_size, PIECE)]
 
-    def one(piece: tuple[Path, int]) -> list[str]:
+    def piece_hash(piece: tuple[Path, int]) -> list[str]:
         path, start = piece
         with open(path, "rb") as file:
             file.seek(start)
             return [path.name, hashlib.sha256(file.read(PIECE)).hexdigest()]
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return _digest(json.dumps([*pool.map(one, pieces)]).encode())
+        return _digest(json.dumps([*pool.map(piece_hash, pieces)]).encode())
 
 
 def _digest(data: bytes) -> str:
@@ -173,7 +174,8 @@ def request_lines(path: Path, run: str, previous: Results) -> Iterator[RequestLi
             if (result := unmatched.pop((id, line), None)) is not None:
                 check_result(request, result, path)
             yield request
-    for id, line in unmatched:
+    if unmatched:
+        id, line = next(iter(unmatched))
         raise ValueError(
             f"{path} has no request for the result with id {id!r} and line {line}; name another "
             "file"
@@ -207,8 +209,9 @@ def read_results(path: Path) -> dict[tuple[Id, int], ResultLine]:
     complete_bytes = 0
     with open(path, "r+b") as file:
         for line, raw in enumerate(file, 1):
-            if not raw.endswith(b"\n") and raw[: len(LINE_START)] == LINE_START[: len(raw)]:
-                break
+            shared = min(len(raw), len(LINE_START))
+            if not raw.endswith(b"\n") and raw[:shared] == LINE_START[:shared]:
+                break  # the start of a result, which was not written to its end
             try:
                 result = parse_object(raw)
                 key = parse_id(result, None), result["line"]

@@ -29,9 +29,9 @@ class RuntimeAdapters:
 
     pool: AdapterPool
     read: Callable[[str, Path], Adapter]  # name, folder -> an adapter that is not served yet
-    folder: Path  # that their folders must be in
+    folder: Path  # --runtime-adapters, which has the folders of adapters
     max_adapters: int = 64  # at once, those of --adapters included
-    owners: dict[str, str] = field(default_factory=dict)  # the key that loaded an adapter
+    owners: dict[str, str] = field(default_factory=dict)  # adapter -> the key that loaded it
 
     def check_room(self) -> None:
         """ValueError if there are as many adapters as there may be."""
@@ -46,10 +46,11 @@ class RuntimeAdapters:
         try:
             folder = os.path.realpath(os.path.join(root, path))
             # a cache of the Hugging Face hub has links to files elsewhere in it
-            found = [folder, *(os.path.realpath(f.path) for f in os.scandir(folder))]
+            targets = [folder, *(os.path.realpath(f.path) for f in os.scandir(folder))]
+            is_inside = all(os.path.commonpath([root, target]) == root for target in targets)
         except (ValueError, OSError):  # a null byte; not there, not a folder, no permission
-            found = ["/"]
-        if any(os.path.commonpath([root, target]) != root for target in found):
+            is_inside = False
+        if not is_inside:
             raise ValueError("lora_path must be a folder in the folder of --runtime-adapters")
         try:
             return self.read(name, Path(folder))

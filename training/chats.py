@@ -6,10 +6,10 @@ Only what the assistant would generate is a target. The rendered text is encoded
 is in generation, and targets are found by the characters of each token: pieces encoded alone would
 get other ids, such as a space in front of every turn with Llama 2's tokenizer.
 
-A token that straddles the border of a turn is a target, as in transformers' assistant masks (and
-so are all tokens of a turn's last character; there the first one). In generation the prompt then
-ends within that token: a template should end a prompt where a token ends, which is so with a
-newline or a special token.
+A token that straddles the border of a turn is a target, as in transformers' assistant masks. If a
+turn's last character has several tokens, all are targets (in transformers the first alone). In
+generation a prompt would end within a token that straddles: a template should end a prompt where a
+token ends, as it does with a newline or a special token.
 
 Equivalence (test_all.py): ids and masks of transformers' apply_chat_template. Part of train.py.
 """
@@ -19,6 +19,7 @@ from __future__ import annotations
 if __name__ == "__main__":
     raise SystemExit("this is a part of train.py; run: python train.py --help")
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -123,8 +124,8 @@ def _has_targets(values: Tensor) -> bool:
 def map_items(
     name: str, items: Iterable[Any] | Mapping[int, Any], make: Callable[[Any], Any]
 ) -> list[Any]:
-    """[make(item) of all items]; ValueErrors get the item's file and line or, if it has none, its
-    number from 1, or its key."""
+    """make(item) of all items. A ValueError begins with the item's file and line or, if it has
+    none, with its number from 1 or, in a mapping, its key."""
     made = []
     for n, item in items.items() if isinstance(items, Mapping) else enumerate(items, 1):
         try:
@@ -182,10 +183,10 @@ def preference_rows(
         _check(before <= seq_len, f"{error}; remove it, or increase --seq-len")
         return pack_rows([values[: seq_len + 1]], seq_len)[0]
 
-    def both(pair: Preference) -> Tensor:
+    def two_rows(pair: Preference) -> Tensor:
         return torch.stack([row(pair, name) for name in ("chosen", "rejected")])
 
-    return torch.cat(map_items("pair", pairs, both))
+    return torch.cat(map_items("pair", pairs, two_rows))
 
 
 def prompt_text(item: Prompt, render: Render) -> str:
@@ -208,7 +209,7 @@ def padding_hint(rows: Tensor, flags: str) -> str | None:
     other tokens; else None. flags: those that avoid it, beside a smaller --seq-len."""
     padding, T = is_padding(rows), rows.shape[1] - 1
     longest = int((~padding).sum(1).max())
-    share, enough = padding.float().mean().item(), -(-longest // 64) * 64
+    share, enough = padding.float().mean().item(), math.ceil(longest / 64) * 64
     if share <= 0.5:
         return None
     fits = [f"--seq-len {enough}"] if enough < T else []

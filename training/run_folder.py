@@ -8,8 +8,8 @@ Three rules keep a folder from mixing two runs:
   removed, so that no tokenizer, template or EOS of another model is used (`copy_files`).
 - Inputs are known by their content, not by their path. `inputs.json` has the sha256 of what --init,
   --model, --data, --lora-jobs and --reward refer to: a resumed run may be given them at another
-  place. It also has those of the tokenizer and token files in OUT, in which a changed byte would
-  train on other text (`verify_files`).
+  place. It also has those of the CHECKPOINT_FILES and token files in OUT, in which a changed byte
+  would train on other text (`verify_files`).
 
 Cost: each input is read once more when a run starts, some seconds per 10 GB, and the base model of
 adapters at each resume. Part of train.py.
@@ -50,14 +50,15 @@ TOKEN_FILES = "train.tokens", "val.tokens"
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """Those of CHECKPOINT_FILES that the folder has; a link to no file too, which is an error."""
-    literal = [folder / name for name in CHECKPOINT_FILES if os.path.lexists(folder / name)]
-    return literal + sorted(folder.glob(MORE_TEMPLATES))
+    """Those of CHECKPOINT_FILES that the folder has, and its additional templates. A broken link is
+    among them: reading it is an error, not a file less."""
+    found = [folder / name for name in CHECKPOINT_FILES if os.path.lexists(folder / name)]
+    return found + sorted(folder.glob(MORE_TEMPLATES))
 
 
 def copy_files(source: Path | None, to: Path) -> None:
-    """Make CHECKPOINT_FILES of `to` those of `source`: all that it has, and no others. None: remove
-    them. OSError names the file."""
+    """Replace the checkpoint files of `to` by those of `source`; None: only remove them. OSError
+    names the file."""
     for old in checkpoint_files(to):
         old.unlink()
     for path in checkpoint_files(source) if source else ():
@@ -100,18 +101,25 @@ def input_hash(config: TrainConfig, name: str) -> Any:
         return [[weight, folder_hash(part)] for weight, part in zip(weights, files)]
     if value is None or (name == "model" and (config.init or value in CONFIGS)):
         return value
-    path, _, function = str(value).partition(":") if name == "reward" else (value, "", "")
-    path = Path(path)
-    if name == "reward" and path.suffix != ".py":
-        return value
-    if name != "init" and not path.is_file():
+    if name == "init":
+        return _model_hash(Path(value))
+    path, function = Path(value), ""
+    if name == "reward":  # FILE.py:FUNCTION, or the name of a reward
+        file, _, function = value.partition(":")
+        path = Path(file)
+        if path.suffix != ".py":
+            return value
+    if not path.is_file():
         raise ValueError(f"{config.shown(name)} {path}: no such file")
-    if name != "init":
-        return [file_hash(path), function]
-    if not path.is_dir():
-        raise ValueError(f"--init {path}: no such folder")
-    weights = [*path.glob("*.safetensors"), *path.glob("*.safetensors.index.json")]
-    return folder_hash((file.name, file) for file in sorted([path / "config.json", *weights]))
+    return [file_hash(path), function]
+
+
+def _model_hash(folder: Path) -> str:
+    """A hash of the config.json and weights of --init. ValueError if there is no such folder."""
+    if not folder.is_dir():
+        raise ValueError(f"--init {folder}: no such folder")
+    weights = [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]
+    return folder_hash((file.name, file) for file in sorted([folder / "config.json", *weights]))
 
 
 def record_inputs(config: TrainConfig) -> None:
@@ -128,7 +136,7 @@ def record_data(config: TrainConfig) -> None:
 
 
 def record_files(out: Path) -> None:
-    """Add the hashes of OUT's tokenizer and tokens, now complete, to OUT/inputs.json."""
+    """Add the hashes of OUT's checkpoint files and tokens, now complete, to OUT/inputs.json."""
     paths = [*checkpoint_files(out), *(out / name for name in TOKEN_FILES)]
     hashes = {str(p.relative_to(out)): file_hash(p) for p in paths if p.exists()}
     _write(out, read_inputs(out) | {"files": hashes})
@@ -148,7 +156,7 @@ def read_inputs(out: Path) -> dict[str, Any]:
 
 
 def verify_files(out: Path) -> None:
-    """ValueError for a tokenizer or token file of OUT that is not as the run wrote it."""
+    """ValueError for a checkpoint or token file of OUT that is not as the run wrote it."""
     for name, before in read_inputs(out).get("files", {}).items():
         path = out / name
         if path.exists() and file_hash(path) != before:
