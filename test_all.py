@@ -795,11 +795,15 @@ def test_rank_env_names_the_variable(monkeypatch):
     address = f"MASTER_ADDR=localhost, MASTER_PORT={port}: "
     for rank, error, words in (
         (0, dist.DistStoreError("1 of 2\nmore"), "no rendezvous of all ranks (1 of 2)"),
+        (0, dist.DistNetworkError("EADDRINUSE"), None),
+        (0, dist.DistNetworkError("address already in use"), None),
         (1, dist.DistNetworkError("refused"), "rank 0 does not answer (refused)"),
         (1, dist.DistNetworkError("EADDRINUSE"), "rank 0 does not answer (EADDRINUSE)"),
         (1, TimeoutError(), "rank 0 does not answer (TimeoutError)"),
     ):
-        with pytest.raises(ConnectionError, match=f"^{re.escape(address + words)}$"):
+        in_use = f"MASTER_PORT={port}: the port is in use on this machine; choose another"
+        text = in_use if words is None else address + words
+        with pytest.raises(ConnectionError, match=f"^{re.escape(text)}$"):
             with RANK_ENV.rendezvous_errors(rank):
                 raise error
 
@@ -2647,6 +2651,7 @@ BAD_TEMPLATES = [  # chat_template, a regex of the error
     ("{{ messages | attr('__class__') }}", "violates the sandbox"),
     ("{{ '{0.__class__.__mro__}'.format(messages) }}", "violates the sandbox"),
     ("{{ namespace(__class__=1) }}", "violates the sandbox"),
+    ("{{ namespace({'__class__': 1}) }}", "violates the sandbox"),
     ("{% set ns = namespace() %}{% set ns.__init__ = 1 %}", "violates the sandbox"),
     ("{% generation %}{{ self.__init__ }}{% endgeneration %}", "violates the sandbox"),
 ]
@@ -13078,25 +13083,28 @@ def test_serving_messages_use_the_chat_template(tmp_path):
 
 def test_serving_messages_are_those_of_the_api(tmp_path):
     """--batch and the server have the same prompt of the same messages, or the same error: content
-    in parts, fields that are null, and every row of HTTP_REFUSED_CHATS."""
+    in parts, fields that are null, and every refused message of HTTP_REFUSED_CHATS."""
     tokenizer, user = K.DummyTokenizer(97), message("user", "hi")
     template = ChatTemplate(Path("x.jinja"), {"default": "{{ messages | tojson }}"}, {})
     parts = message("user", [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}])
     empty = dict(refusal=None, tool_calls=[], annotations=[], audio=None, name=None)
     chats = [[user], [parts], [user, message("assistant", "x") | empty, user]]
-    chats += [body["messages"] for _, body in HTTP_REFUSED_CHATS if "messages" in body]
+    refused = [row for row in HTTP_REFUSED_CHATS if "messages[0]" in row[0]]
+    chats += [body["messages"] for _, body in refused]
     path = serving_file(tmp_path / "in.jsonl", [{"messages": chat} for chat in chats])
     file = V.RequestFile(path, {}, tokenizer, template, None, greedy(3), 400)
-    served, n_errors = OA.Model("test", tokenizer, template, 400, 97), 0
+    served, errors = OA.Model("test", tokenizer, template, 400, 97), []
     for chat, got in zip(chats, file, strict=True):
         try:
             want = OA.parse_chat({"messages": chat}, served).requests[0].ids
         except OA.APIError as e:
             assert got["error"].endswith(str(e))
-            n_errors += 1
+            errors.append(str(e))
         else:
             assert got.ids == want
-    assert n_errors > 5 and [*file][0].ids == [*file][1].ids
+    assert len(errors) == len(refused)
+    assert all(error.startswith(words) for error, (words, _) in zip(errors, refused))
+    assert [*file][0].ids == [*file][1].ids
     with pytest.raises(OA.APIError, match="messages have .* tokens, but the context has 400"):
         OA.parse_chat({"messages": [message("user", "x" * 400)]}, served)
 
@@ -13192,6 +13200,29 @@ def test_serving_results_of_other_requests_are_refused(tmp_path):
         args = G.parse_args(argv.replace("checkpoint=", f"checkpoint={tmp_path}/").split())
         hashes.add(BF.run_hash(args))
     assert len(hashes) == 4
+
+
+def test_serving_model_files_are_hashed_whole(tmp_path, monkeypatch):
+    """The hash of a folder depends on each byte of each piece, and on nothing else."""
+    monkeypatch.setattr(BF, "PIECE", 4)
+    path = tmp_path / "x.safetensors"
+    hashes = set()
+    for i in range(10):
+        path.write_bytes(bytes(i) + b"x" + bytes(9 - i))
+        hashes.add(BF.folder_hash(tmp_path))
+    assert len(hashes) == 10
+    (tmp_path / "notes.txt").write_text("x")
+    assert BF.folder_hash(tmp_path) in hashes and BF.folder_hash(path) in hashes
+
+
+def test_serving_json_is_nested_100_deep_at_most():
+    """Lists, objects and both; brackets in strings and beside each other are not nested."""
+    for start, end in (("[", "]"), ('{"a":', "}"), ('[{"a":', "}]"), ('{"a":[', "]}")):
+        n = 100 // (len(end))
+        BF.parse_json(f"{start * n}1{end * n}".encode())
+        with pytest.raises(ValueError, match="^is nested more than 100 deep$"):
+            BF.parse_json(f"[{start * n}1{end * n}]".encode())
+    assert BF.parse_json(json.dumps([[{}]] * 90 + ["[{" * 90]).encode())[-1] == "[{" * 90
 
 
 def test_serving_batch_of_stdin(tmp_path, monkeypatch):
@@ -15792,7 +15823,8 @@ def test_server_refuses_what_it_does_not_have():
             assert got.status_code == status and words in got.json()["error"]["message"], got.text
             assert got.json()["error"]["param"] is None or not path.startswith("/v1"), got.text
         assert not server.engine.engine.counts["tokens_new"]
-        assert http_post(url, "/v1/completions", dict(prompt="x", stream_options={})).is_success
+        for most in (dict(stream_options={}), dict(stop=["x" * 1000] * 16)):
+            assert http_post(url, "/v1/completions", dict(prompt="x", **most)).is_success
         assert http_get(f"{url}/v1/completions").status_code == 405
         gzip = http_post(url, "/v1/completions", b"\x1f\x8b\x08", Content_Encoding="gzip")
         assert (
@@ -21667,6 +21699,48 @@ def test_data_documents_are_encoded_as_prompts(text_folders, tmp_path, name, kin
         shards = SHARDS.Shards(out / "x")
         rows = torch.stack([shards.row(i) for i in range(len(shards))])
         assert rows[:, 1:].flatten()[: len(want) - 1].tolist() == want[1:]
+
+
+def test_data_sets_of_text_have_all_tokens_of_their_sources(text_folders, tmp_path):
+    """Two files in shards: the size is that of their rows, no input is padding, and rows of one
+    file do not depend on the other. A run that is resumed without its token files writes the same
+    ones, and refuses changed data."""
+    one, two, out = tmp_path / "one.txt", tmp_path / "two.txt", tmp_path / "out"
+    env, T = DIST_ENV.DistEnv(torch.device("cpu"), "fp32", 0, 1), 16
+    for path in (one, two):
+        path.write_text("".join(f"{path.stem} has line {i}\n" for i in range(900)))
+
+    def build(*data, resume=None):
+        flags = f"--init {text_folders / 'mistral'} --seq-len {T} --out {out}"
+        flags += "".join(f" --data {path}" for path in data)
+        args = replace(TCONF.parse_args(flags.split()), resume=resume)
+        out.mkdir(exist_ok=True)
+        if not resume:
+            RF.record_inputs(args)
+        return args, TX.build_dataset(args, tiny(vocab_size=5000, eos_ids=(2,)), env)
+
+    args, dataset = build(one, two)
+    rows = [len(SHARDS.Shards(out / "data" / f"{i}")) for i in range(2)]
+    assert dataset.size == sum(rows) * T > 0 and dataset.fingerprint == rows
+    assert dataset.padding == 0
+    about = [TX.shard_metadata(args, f"{path}") for path in (one, two)]
+    two.write_text(two.read_text() + "x\n")
+    args = replace(args, data=[f"{one}", f"{two}"])
+    RF.record_inputs(args)
+    TX.prepare_tokenizer(args, (), 5000)
+    changed = [TX.shard_metadata(args, f"{path}") for path in (one, two)]
+    assert about[0] == changed[0] and about[1]["data"] != changed[1]["data"]
+    shutil.rmtree(out)
+    dataset = build(one)[1]
+    tokens = {name: (out / name).read_bytes() for name in RF.TOKEN_FILES}
+    assert dataset.size == len(tokens["train.tokens"]) // 4
+    (out / "val.tokens").unlink()
+    build(one, resume="auto")
+    assert {name: (out / name).read_bytes() for name in tokens} == tokens
+    (out / "val.tokens").unlink()
+    one.write_text(one.read_text().replace("line 7", "line seven"))
+    with pytest.raises(ValueError, match=r"\.tokens: has changed since the run began"):
+        build(one, resume="auto")
 
 
 def test_data_tools_and_weights_of_conversations(tmp_path, text_folders):

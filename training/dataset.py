@@ -101,7 +101,7 @@ class Dataset:
 
     rows: ReadRows | None
     validation: Tensor | None
-    size: int | None  # training tokens, without padding; None: not known yet
+    size: int | None  # training tokens, of conversations without padding; None: not known yet
     fingerprint: Any  # detects changed data on --resume; None: not known yet
     jobs: Mapping[str, Dataset] | None = None  # of --lora-jobs
     padding: int = 0  # inputs of an epoch that are padding
