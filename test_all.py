@@ -22054,6 +22054,12 @@ def data_refused():
     yield "nothing to train on", lambda: SHARDS.Rows(torch.zeros(0, 5))
     for given, words in (("=3", "no path"), ("a=0", "greater than 0"), ("", "no path")):
         yield words, partial(SHARDS.parse_sources, [given])
+    for given, words in (
+        ("README.md=3", "no weights of sources; give .*README.md$"),
+        ("", "must be a JSONL file with --task sft, not a folder"),
+        ("nothing=3", "no such file"),
+    ):
+        yield words, partial(TX.check_jsonl, f"{REPO / given}", "sft")
     two = [data_numbered(3)] * 2
     for weights in ([1, 0], [1], [1, -1]):
         yield "weight", partial(SHARDS.Stream, two, weights, 0, 1)
