@@ -13207,10 +13207,10 @@ def test_serving_model_files_are_hashed_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(BF, "PIECE", 4)
     path = tmp_path / "x.safetensors"
     hashes = set()
-    for i in range(10):
-        path.write_bytes(bytes(i) + b"x" + bytes(9 - i))
+    for content in (bytes(10), *(bytes(i) + b"x" + bytes(9 - i) for i in range(10))):
+        path.write_bytes(content)
         hashes.add(BF.folder_hash(tmp_path))
-    assert len(hashes) == 10
+    assert len(hashes) == 11
     (tmp_path / "notes.txt").write_text("x")
     assert BF.folder_hash(tmp_path) in hashes and BF.folder_hash(path) in hashes
 
@@ -21370,7 +21370,7 @@ def damage_shard(folder: Path, damage: str) -> Path:
     "flipped,zeros,swapped,cut,cut to rows,longer,empty,twice,foreign,missing,folder".split(","),
 )
 def test_data_a_damaged_shard_is_never_read(damage, data_folder, tmp_path):
-    """The file is named, with the fix, before one of its rows is returned; other shards are read."""
+    """The file is named, with the fix, before one of its rows is returned; others are read."""
     folder = Path(shutil.copytree(data_folder, tmp_path / "shards"))
     whole, named = SHARDS.Shards(data_folder), damage_shard(folder, damage)
     with pytest.raises((ValueError, OSError)) as error:
@@ -21582,6 +21582,10 @@ def test_data_chat_loss_mask_covers_assistant_tokens():
     assert "".join(said for _, said in data_read(packed, True)) == "yes?</>\n" * 9
     assert "".join(said for _, said in data_read(short)) == "yes?</>\n42</>\n"
     assert len(packed) == 3 and len(short) < math.ceil(len(data_chatml(DATA_CHAT, False)) / 8)
+    # token 0 is a target as any other
+    bare = lambda messages, add: "".join(m["content"] for m in messages)
+    zero = DA.Conversation([message("user", "x"), message("assistant", "\0")])
+    assert len(TRAIN_CHATS.chat_rows([zero], bare, data_letters, 5, False)) == 1
 
 
 def test_data_most_padding_is_said():
@@ -24452,6 +24456,8 @@ def test_adapters_of_other_keys_over_http(tmp_path):
         assert post("unload", "k", lora_name="x") == post("unload", "l", lora_name="static") == 404
         assert post("unload", "l", lora_name="x") == post("unload", "k", lora_name="static") == 200
         assert not pool.adapters and not server.adapters.owners
+    with pytest.raises(ValueError, match="^lora_path must be a folder in the folder"):
+        RUNTIME.RuntimeAdapters(pool, read, Path("/")).read_from("x", f"{tmp_path}/nothing")
 
 
 # --------------------------------------------------------------------------------------------------
