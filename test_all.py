@@ -13144,6 +13144,16 @@ def test_serving_no_message_is_left_out_of_a_prompt(template, roles, lost):
             ours.prompt(chat[1:], "x")
 
 
+def test_serving_templates_may_shorten_or_change_texts():
+    """Such a text is not left out, though no part of it is in the prompt as it was."""
+    body = "{% for m in messages %}<{{ m.content[:4] | upper }}>{% endfor %}"
+    template = ChatTemplate(Path("x.jinja"), {"default": body}, {})
+    assert template.prompt([message("user", "hello"), message("user", "")], "be") == "<BE><HELL><>"
+    once = ChatTemplate(Path("x.jinja"), {"default": "{{ messages[0].content | upper }}"}, {})
+    with pytest.raises(ValueError, match=r"messages\[1\]: the chat template leaves it out"):
+        once.prompt([message("user", "hello"), message("user", "")])
+
+
 def test_serving_results_of_other_requests_are_refused(tmp_path):
     """A results file of other lines, flags or weights is refused in one line that names it, before
     a model is loaded, and unchanged; of the same ones, also with flags that change no result, it is
@@ -22084,7 +22094,7 @@ def data_refused():
     refuses = lambda messages, add: float("a role")
     yield "conversation 1: .*'a role'", chats([DATA_CHAT], refuses)
     yield "conversations: there are none", chats([], data_chatml)
-    unsaid = [m | {"weight": 0} for m in DATA_CHAT if m["role"] == "assistant"]
+    unsaid = [m | {"weight": 0} if m["role"] == "assistant" else m for m in DATA_CHAT]
     yield "conversation 1: .*: none is from the assistant", chats([unsaid], data_chatml)
     bare = lambda messages, add: "".join(m["content"] for m in messages)
     silent = [message("user", "x"), message("assistant", "")]
@@ -22093,7 +22103,9 @@ def data_refused():
     pairs = lambda *given: partial(preference_rows, given, data_chatml, data_letters, 23)
     yield "pair 2: its prompt, 25 tokens, leaves no room", pairs(one, one._replace(prompt="hiya"))
     replies = one._replace(rejected=[message("user", "no")])
-    yield "pair 1: a completion has no text of the assistant", pairs(replies)
+    yield "pair 1: rejected must begin with a turn of the assistant", pairs(replies)
+    empty = partial(preference_rows, [one._replace(rejected="")], bare, data_letters, 23)
+    yield "pair 1: rejected has no text of the assistant", empty
 
 
 REFUSED |= {f"data: {i}": (call, words) for i, (words, call) in enumerate(data_refused())}
@@ -24336,11 +24348,17 @@ def test_fine_tunes_with_other_tokens_or_ends_are_refused(tmp_path):
     format = PROMPT.text_format(args, model.config, tokenizer)
     token = {"content": "<|im_end|>", "special": True, "lstrip": False, "rstrip": False}
     added = {"added_tokens_decoder": {"5": token}, "eos_token": "<|im_end|>"}
-    for i, (name, content, words) in enumerate((
-        ("tokenizer_config.json", added, "'<|im_end|>' (id 5) is no such token of the base model"),
-        ("generation_config.json", {"eos_token_id": [2, 7]}, "add id 7 to eos_token_id in"),
-        ("tokenizer.json", {}, "tokenizer.json"),
-    )):
+    for i, (name, content, words) in enumerate(
+        (
+            (
+                "tokenizer_config.json",
+                added,
+                "'<|im_end|>' (id 5) is no such token of the base model",
+            ),
+            ("generation_config.json", {"eos_token_id": [2, 7]}, "add id 7 to eos_token_id in"),
+            ("tokenizer.json", {}, "tokenizer.json"),
+        )
+    ):
         folder = adapter_folder(tmp_path / str(i), model)
         (folder / name).write_text(json.dumps(content))
         with pytest.raises(ValueError, match=re.escape(words)) as e:

@@ -131,12 +131,22 @@ class ChatTemplate:
         except ValueError:  # a template that wants a form of the content
             return prompt
         for i, (message, mark) in enumerate(zip(parsed, marks)):
-            if mark not in marked:
+            if mark not in marked and self._leaves_out(parsed, i, prompt):
                 i -= len(parsed) - len(messages)
                 where = "the system prompt" if i < 0 else f"messages[{i}]"
                 role = message["role"]
                 raise ValueError(f"{where}: the chat template leaves it out (role {role!r})")
         return prompt
+
+    def _leaves_out(self, messages: list[dict[str, str]], i: int, prompt: str) -> bool:
+        """Whether the prompt is the same with another text in messages[i]. A template may shorten
+        or change a text that it does not leave out."""
+        changed = [*messages]
+        changed[i] = messages[i] | {"content": f"x{messages[i]['content']}"}
+        try:
+            return self.render(changed) == prompt
+        except ValueError:
+            return False
 
     def render(
         self, messages: list[dict[str, str]], add_generation_prompt: bool = True, **variables: Any
