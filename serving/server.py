@@ -28,6 +28,7 @@ if __name__ == "__main__":
 
 import asyncio
 import hmac
+import itertools
 import json
 import math
 import re
@@ -587,16 +588,18 @@ class Protocol(H11Protocol):
     """uvicorn's, but a connection is closed if a request's headers take longer than
     HEADER_SECONDS, and the one that waits for a request the longest if there are too many."""
 
+    numbers = itertools.count()  # the time of many connections may be equal: uvloop's has ms
+
     def __init__(self, *args: Any, max_connections: int, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.max_connections = max_connections
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.timer = self.loop.call_later(HEADER_SECONDS, transport.close)
+        self.wait_for_headers()
         if len(self.connections) > self.max_connections:
             idle = [c for c in self.connections if c.cycle is None or c.cycle.response_complete]
-            oldest = min(idle, key=lambda c: c.timer.when())  # this one is among them
+            oldest = min(idle, key=lambda c: c.number)  # this one is among them
             self.connections.discard(oldest)
             oldest.transport.abort()
 
@@ -605,7 +608,11 @@ class Protocol(H11Protocol):
         if self.conn.their_state is not h11.IDLE:
             self.timer.cancel()
         elif self.timer.cancelled():  # the first bytes of the next headers
-            self.timer = self.loop.call_later(HEADER_SECONDS, self.transport.close)
+            self.wait_for_headers()
+
+    def wait_for_headers(self) -> None:
+        self.number = next(self.numbers)
+        self.timer = self.loop.call_later(HEADER_SECONDS, self.transport.close)
 
 
 class DrainingServer(uvicorn.Server):
