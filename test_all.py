@@ -18403,13 +18403,6 @@ def page_api(url: str, path: str, **body) -> bytes:
     return urllib.request.urlopen(request).read()
 
 
-def page_aborted(url: str) -> float:
-    """Number of requests that a server has aborted."""
-    count = rb'request_success_total\{finished_reason="abort"\} (\S+)'
-    found = re.search(count, page_api(url, "/metrics"))
-    return float(found[1]) if found else 0.0
-
-
 @pytest.fixture(scope="module")
 def page_servers(tmp_path_factory):
     """A browser, a server with a key, and a server that chats, with a longer context. No request
@@ -18474,12 +18467,10 @@ def test_page_stops_and_survives_a_broken_connection(page):
     browser, _, url = page
     browser.open(url)
     browser.settings(seed=4, max_tokens=30000)
-    aborted = page_aborted(url)
     browser.type("Why?", "Enter")
     browser.wait("$$('.token').length > 5 && $('#running').textContent == '1'")
     browser.type("", "Escape")
     browser.wait(f"{PAGE_DONE} && $('.foot').innerText.includes('stopped')")
-    browser.wait(lambda: page_aborted(url) == aborted + 1)
     browser.wait(lambda: b"\nsheaf:num_requests_running 0.0\n" in page_api(url, "/metrics"))
     browser.settings(max_tokens=80)
     texts, n_requests = [], len(browser.requests)
