@@ -30354,50 +30354,109 @@ def test_planner_layers_of_uneven_stages():
     assert training_plan.find_conflict(PLANNER_TINY, plan, 8192, 20) is None
 
 
-def test_planner_config_json(tmp_path):
-    """A config.json, or its folder, gives the shape that is listed for the model."""
+PLANNER_CONFIGS = {  # fields of published config.json files; the parameters of the checkpoints
+    "llama3-8b": ("vocab_size=128256", 8_030_261_248),
+    "mixtral-8x7b": (
+        "model_type=mixtral num_local_experts=8 num_experts_per_tok=2", 46_702_792_704,
+    ),
+    "llama2-7b": ("num_key_value_heads=None intermediate_size=11008", 6_738_415_616),
+    "llama3.2-1b": ("""hidden_size=2048 num_hidden_layers=16 head_dim=64 intermediate_size=8192
+        vocab_size=128256 tie_word_embeddings=True""", 1_235_814_400),
+    "qwen3-30b-a3b": ("""hidden_size=2048 num_key_value_heads=4 head_dim=128 num_hidden_layers=48
+        intermediate_size=6144 vocab_size=151936 num_experts=128 num_experts_per_tok=8
+        moe_intermediate_size=768 norm_topk_prob=True model_type=qwen3_moe""", 30_532_122_624),
+    "deepseek-v3": ("""hidden_size=7168 num_attention_heads=128 num_key_value_heads=128
+        num_hidden_layers=61 intermediate_size=18432 vocab_size=129280 n_routed_experts=256
+        num_experts_per_tok=8 moe_intermediate_size=2048 n_shared_experts=1 n_group=8 topk_group=4
+        first_k_dense_replace=3 q_lora_rank=1536 kv_lora_rank=512 qk_rope_head_dim=64
+        qk_nope_head_dim=128 v_head_dim=128 routed_scaling_factor=2 norm_topk_prob=True
+        num_nextn_predict_layers=1 model_type=deepseek_v3""", 671_026_404_352),
+    # not in SHAPES: biases; tied embeddings that the file does not name
+    "qwen2.5-7b": ("""hidden_size=3584 num_attention_heads=28 num_key_value_heads=4 vocab_size=152064
+        num_hidden_layers=28 intermediate_size=18944 model_type=qwen2""", 7_615_616_512),
+}  # fmt: skip
+
+
+def planner_config(text):
+    """A config.json with the fields of `text`."""
+    base = """model_type=llama hidden_size=4096 num_attention_heads=32 num_hidden_layers=32
+        vocab_size=32000 num_key_value_heads=8 intermediate_size=14336 tie_word_embeddings=False
+        max_position_embeddings=4096"""
+    return {"rms_norm_eps": 1e-6, **planner_fields(base), **planner_fields(text)}
+
+
+@pytest.mark.parametrize("name", PLANNER_CONFIGS)
+def test_planner_config_json(name, tmp_path):
+    """A config.json, or its folder, gives the shape that is listed for the model, and the published
+    number of parameters."""
+    text, published = PLANNER_CONFIGS[name]
     path = tmp_path / "config.json"
-    base = """hidden_size=4096 num_attention_heads=32 num_hidden_layers=32 vocab_size=32000
-        num_key_value_heads=8 intermediate_size=14336 tie_word_embeddings=False"""
-    for name, config in {
-        "llama3-8b": "vocab_size=128256",
-        "mixtral-8x7b": "num_local_experts=8 num_experts_per_tok=2",
-        "llama2-7b": "num_key_value_heads=None intermediate_size=11008",
-        "llama3.2-1b": """hidden_size=2048 num_hidden_layers=16 head_dim=64 intermediate_size=8192
-            vocab_size=128256 tie_word_embeddings=True""",
-        "qwen3-30b-a3b": """hidden_size=2048 num_key_value_heads=4 head_dim=128 num_hidden_layers=48
-            intermediate_size=6144 vocab_size=151936 num_experts=128 num_experts_per_tok=8
-            moe_intermediate_size=768 model_type=qwen3_moe""",
-        "deepseek-v3": """hidden_size=7168 num_attention_heads=128 num_key_value_heads=128
-            num_hidden_layers=61 intermediate_size=18432 vocab_size=129280 n_routed_experts=256
-            num_experts_per_tok=8 moe_intermediate_size=2048 n_shared_experts=1
-            first_k_dense_replace=3 q_lora_rank=1536 kv_lora_rank=512 qk_rope_head_dim=64
-            qk_nope_head_dim=128 v_head_dim=128""",
-    }.items():
-        path.write_text(json.dumps(planner_fields(base) | planner_fields(config)))
-        for where in (path, tmp_path):
-            assert cost_model.load_shape(str(where)) == cost_model.SHAPES[name]
-    for text, words in (
-        ('{"hidden_size": 8}', "no field 'num_attention_heads'"),
-        ("{", "not JSON"),
-        ("\xff", "not JSON"),
-        ("[3]", "no JSON object"),
-        *((json.dumps(planner_fields(base) | bad), words) for bad, words in (
-            ({"num_hidden_layers": None}, "no field 'num_hidden_layers'"),
-            ({"vocab_size": 0}, "vocab_size must be a positive integer, not 0"),
-            ({"num_key_value_heads": 1.5}, "num_key_value_heads must be .* not 1.5"),
-            ({"intermediate_size": True}, "intermediate_size must be"),
-            ({"num_attention_heads": 8192}, "hidden_size 4096 is less than num_attention_heads"),
-            ({"num_experts": 4}, "num_experts_per_tok 0 is not from 1 to 4"),
-            ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok 5 is not"),
-            ({"first_k_dense_replace": 33}, "first_k_dense_replace 33 is more than 32 layers"),
-        )),
-    ):  # fmt: skip
-        path.write_text(text, encoding="latin-1")
-        with pytest.raises(ValueError, match=f"config.json: {words}"):
-            cost_model.load_shape(str(path))
+    path.write_text(json.dumps(planner_config(text)))
+    for where in (path, tmp_path):
+        got = cost_model.load_shape(str(where))
+        assert name not in cost_model.SHAPES or got == cost_model.SHAPES[name]
+        assert cost_model.parameters(got) == pytest.approx(published, rel=1e-4)
+
+
+@pytest.mark.parametrize("text", [
+    "mlp_only_layers=0,2", "decoder_sparse_step=2", "decoder_sparse_step=3 tie_word_embeddings=True",
+])  # fmt: skip
+def test_planner_counts_layers_without_experts(text, tmp_path):
+    """Qwen3 MoE with experts in some layers has transformers' parameters."""
+    more = planner_config(f"""hidden_size=1024 num_key_value_heads=4 num_attention_heads=8
+        num_hidden_layers=4 head_dim=64 intermediate_size=2048 num_experts=8 norm_topk_prob=True
+        num_experts_per_tok=2 moe_intermediate_size=256 vocab_size=1024 model_type=qwen3_moe {text}""")
+    hf = transformers()
+    if isinstance(layers := more.get("mlp_only_layers"), str):
+        more["mlp_only_layers"] = [*map(int, layers.split(","))]
+    with torch.device("meta"):
+        model = hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**more))
+    (tmp_path / "config.json").write_text(json.dumps(more))
+    got = cost_model.load_shape(str(tmp_path))
+    assert cost_model.parameters(got) == sum(p.numel() for p in model.parameters())
+    assert got.dense_layers == 2 + (text.startswith("decoder_sparse_step=3"))
+
+
+@pytest.mark.parametrize("text, words", [
+    ("{", "not valid JSON"),
+    ("\xff", "not valid JSON"),
+    pytest.param("[" * 100_000, "not valid JSON", id="arrays"),
+    pytest.param('{"a":' * 100_000, "not valid JSON", id="objects"),
+    ("[3]", "must hold one JSON object"),
+    ('{"hidden_size": 8}', "model_type is None"),
+    # as the files of Qwen1.5-MoE and Gemma, which count shared experts and a tied head otherwise
+    ("model_type=qwen2_moe num_experts=60 shared_expert_intermediate_size=5632", "'qwen2_moe'"),
+    ("model_type=gemma head_dim=256", "model_type is 'gemma'"),
+    ("model_type=gpt2", "model_type is 'gpt2'"),
+    ("model_type=phi3", "model_type is 'phi3'"),
+    ("num_hidden_layers=None", "num_hidden_layers"),
+    ("vocab_size=0", "vocab_size must be positive, not 0"),
+    ("num_key_value_heads=1.5", "num_key_value_heads"),
+    ("intermediate_size=True", "intermediate_size"),
+    ("model_type=mixtral num_local_experts=4 num_experts_per_tok=5", "num_experts_per_tok"),
+])  # fmt: skip
+def test_planner_refuses_a_config_json(text, words, tmp_path):
+    """What the model's reader refuses, the planner does not count: one line with file and field."""
+    path = tmp_path / "config.json"
+    if re.match(r"\w+=", text):
+        text = json.dumps(planner_config(text))
+    path.write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match=f"config.json: .*{words}") as caught:
+        cost_model.load_shape(str(path))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_planner_refuses_models_that_it_would_miscount(tmp_path):
+    """Experts that differ between layers; a name that is no file; PyTorch is missing."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(M.CONFIGS["small-pr-moe"].to_hf()))
+    with pytest.raises(ValueError, match="config.json: the planner does not model this sheaf"):
+        cost_model.load_shape(str(path))
     with pytest.raises(ValueError, match="--model a+: File name too long"):
         cost_model.load_shape("a" * 300)
+    done = run("-S", "-m", "parallelism.planner", "--model", path)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert re.search(r"--model \S+config.json: install \w+ to read a config.json", done.stderr)
 
 
 # ---- pinned numbers ----
@@ -30895,23 +30954,72 @@ def test_search_hap_collectives_on_equal_gpus():
         assert fixed + slope / n == pytest.approx(want), kind
 
 
-def test_search_train_flags_are_trains():
-    """train.py reads the flags of any plan as that plan."""
-    rng, shape = random.Random(0), cost_model.SHAPES["mixtral-8x7b"]
-    for p in rng.sample([*training_plan.plans(shape, PLANNER_H100, 32, 8192, 64)], 60):
-        layers = [1] * (p.pp - 1) + [33 - p.pp] if p.chunks == 1 and p.pp > 1 else []
+def planner_plan_of(config):
+    """The plan that train.py runs with a TrainConfig: each field of Plan from the flags. A field
+    without a flag has its only value."""
+    c = config
+    plan = dict(
+        dp=c.dp or 1, tp=c.tp, cp=c.cp, pp=c.pp, ep=c.ep, zero=max(c.zero, 1),
+        micro=c.micro_batch_size, recompute=c.recompute, schedule=c.pp_schedule,
+        chunks=c.virtual_stages or (2 if c.pp_schedule == "zbv" else 1), compiled=c.compile,
+        fp8=c.fp8 == "tensorwise", attention="fa3", async_tp=c.async_tp,
+    )  # fmt: skip
+    assert {*plan} == {field.name for field in dataclasses.fields(training_plan.Plan)}
+    return training_plan.Plan(**plan)
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "qwen3-30b-a3b"])
+def test_search_train_flags_are_the_plan(name, tmp_path):
+    """train.py's own parser and its check of the ranks read the flags as the plan that they were
+    made from, for every field; what train.py refuses has no flags."""
+    rng, shape, seen = random.Random(0), cost_model.SHAPES[name], defaultdict(set)
+    config = serving_config(shape)
+    every = [*training_plan.plans(shape, PLANNER_H100, 16, 8192, 64)]
+    for p in rng.sample(every, 80):
+        bits = {key: rng.random() < 0.5 for key in ("compiled", "fp8", "async_tp")}
+        p = replace(p, **bits)
+        layers = [1] * (p.pp - 1) + [shape.layers + 1 - p.pp] if p.chunks == 1 < p.pp else []
         again = [0] if layers and p.recompute == "none" else []
-        line = training_plan.train_flags(p, 8192, 64, layers, again).split()
-        assert line.pop(0) == "train.py"
-        got = TCONF.parse_args(line)
-        for name in ("tp", "cp", "ep", "pp", "recompute"):
-            assert getattr(got, name) == getattr(p, name)
-        assert got.dp == (p.dp if p.dp > 1 else None) and got.zero == p.zero * (p.dp * p.cp > 1)
-        assert (got.batch_size, got.micro_batch_size, got.seq_len) == (64, p.micro, 8192)
-        assert got.pp == 1 or got.pp_schedule == p.schedule
-        assert got.virtual_stages == (p.chunks if p.schedule == "interleaved" else None)
+        line = training_plan.train_flags(name, shape, p, 8192, 64, layers, again)
+        if why := training_plan.train_conflict(shape, p):
+            assert line == f"train.py: cannot run this plan: {why}"
+            continue
+        program, *argv = shlex.split(line)
+        got = TCONF.parse_args(argv)
+        L.check(got, config, p.gpus)
+        p = replace(p, async_tp=p.async_tp and p.tp > 1)
+        assert program == "train.py" and planner_plan_of(got) == p
+        assert got.model == (name if name in M.CONFIGS else f"{name}/config.json")
+        assert (got.batch_size, got.seq_len) == (64, 8192)
         assert ST.parse_ints(got.pp_layers or "", "") == layers
         assert ST.parse_ints(got.pp_recompute or "", "") == again
+        for key, value in asdict(p).items():
+            seen[key].add(value)
+    fixed = {"attention"} | ({"ep"} if not shape.experts else set())
+    assert {key for key, values in seen.items() if len(values) == 1} == fixed
+    assert training_plan.model_flag(str(tmp_path)) == f"--model {tmp_path / 'config.json'}"
+    assert {*training_plan.TRAIN_MODELS} == {*cost_model.SHAPES} & {*M.CONFIGS}
+
+
+@pytest.mark.parametrize("text", [
+    "dp=2 tp=2 fp8=True", "pp=2 schedule=zbv chunks=2", "pp=2 schedule=zb-h1", "attention=fa2",
+    "pp=17 schedule=interleaved chunks=2",
+])  # fmt: skip
+def test_search_train_flags_are_not_those_of_another_plan(text):
+    """A plan that train.py refuses, by its own checks, is said not to run."""
+    plan, shape = training_plan.Plan(**planner_fields(text)), PLANNER_8B
+    config = serving_config(shape)
+    batch = 4 * plan.gpus
+    assert training_plan.find_conflict(shape, plan, 8192, batch) is None
+    got = training_plan.train_flags("llama3-8b", shape, plan, 8192, batch)
+    assert got.startswith("train.py: cannot run this plan: ")
+    if plan.attention == "fa3":
+        argv = ["--compile", *["--fp8=tensorwise"] * plan.fp8, f"--tp={plan.tp}", "--steps=1"]
+        argv += ["--micro-batch-size=1", f"--batch-size={batch}", f"--dp={plan.dp}"]
+        argv += [f"--pp={plan.pp}", f"--pp-schedule={plan.schedule}"] * (plan.pp > 1)
+        argv += ["--set", f"virtual_stages={plan.chunks}"] * (plan.schedule == "interleaved")
+        with pytest.raises(ValueError):
+            L.check(TCONF.parse_args(argv), config, plan.gpus)
 
 
 @pytest.mark.parametrize("line, words", [
@@ -30922,15 +31030,17 @@ def test_search_train_flags_are_trains():
     ("hap --device h100:3 --model llama3.2-1b --batch 1M", "64 micro-batches of 2 sequences"),
     ("hap --device h100:2 --model llama3.2-1b --batch 1M --micro 4", "16 micro-batches of 8 seq"),
     ("alpa --gpus 2 --model llama3.2-1b --batch 64k --seq 2048", "equal stages"),
-    ('perseus --problem {"units":2,"micro_batches":4}', "train.py --pp 4 --pp-schedule 1f1b"),
-    ("dynapipe", "train.py --pp 4 --pp-schedule 1f1b"),
+    ('perseus --problem {"units":2,"micro_batches":4}', "train.py --model llama3-8b --pp 4"),
+    ("dynapipe", "train.py --model llama3-8b --pp 4 --pp-schedule 1f1b"),
+    ("oobleck --gpus 16 --fp8 --tp 1 --eager --model llama3.2-1b", "--fp8 tensorwise --pp-sch"),
+    ("aceso --gpus 16 --seq 2048 --batch 64k --fp8 --tp 2", "cannot run .*: --fp8 .* --tp"),
 ])  # fmt: skip
 def test_search_program(line, words):
     """Every method by its flag; what train.py can run, it can parse, with all layers."""
     out = planner_run(f"--search {line}")
     assert re.search(words, out), out
     flags = re.findall(r"^ *train\.py (--.*)", out, re.MULTILINE)
-    assert bool(flags) == (not line.startswith("hap"))
+    assert bool(flags) == (not line.startswith("hap") and "cannot run" not in out)
     model = re.search(r"--model (\S+)|$", line)[1] or "llama3-8b"
     for words in flags:
         layers = TCONF.parse_args([*words.split(), "--out", "x"]).pp_layers
@@ -30963,8 +31073,9 @@ for planner_text, planner_words in {
     planner_seq = 8190 if "8190" in planner_words else 8192
     REFUSED[f"planner: {planner_text}"] = partial(planner_call, planner_seq, 24), planner_words
 for planner_text in ("", "0", "nan", "1e16", "8.5", "12q"):
-    planner_call = partial(cost_model.parse_number, planner_text)
-    REFUSED[f"planner: number {planner_text!r}"] = planner_call, f"'{planner_text}' is not a number"
+    planner_call = partial(cost_model.parse_number, planner_text, "--gpus")
+    planner_words = f"--gpus '{planner_text}' is not a number"
+    REFUSED[f"planner: number {planner_text!r}"] = planner_call, planner_words
 
 PLANNER_REFUSED = {  # flags -> more flags -> regex of the error
     "": {
@@ -30981,7 +31092,13 @@ PLANNER_REFUSED = {  # flags -> more flags -> regex of the error
         "--energy-price 1": "^--energy-price requires --site$",
         "--persist 8 --stages 2": "^--stages requires --kernel$",
         "--persist 8 --gpus 8": "^--gpus cannot be combined with --persist$",
-        "--persist 0": "'0' is not a number",
+        "--gpus 0": "^--gpus '0' is not a number",
+        "--seq 0": "^--seq '0' is not",
+        "--batch x": "^--batch 'x' is not",
+        "--tokens 0": "^--tokens '0' is not",
+        "--storage 0": "^--storage '0' is not",
+        "--top 0": "^--top '0' is not",
+        "--persist 0": "^--persist '0' is not a number",
         "--persist 8 --model mixtral-8x7b": "--persist requires a dense",
         "--kernel=": "^--kernel must be three numbers such as 4096,4096,64, not ''$",
     },
@@ -31020,6 +31137,9 @@ PLANNER_REFUSED = {  # flags -> more flags -> regex of the error
         "--prompt-share 2": "--prompt-share '2'",
         "--risk 1": "--risk '1'",
         "--row 501": "--row 501",
+        "--row x": "^--row 'x' is not",
+        "--radix 0": "^--radix '0' is not",
+        "--mix h100=0 --jobs llama3-8b": "^--mix h100: '0' is not",
         "--radix 63": "--radix 63.* even",
         "--radix 2": "--radix 2 ",
         "--pair=": "--pair ''",
@@ -31034,6 +31154,7 @@ PLANNER_REFUSED = {  # flags -> more flags -> regex of the error
         "--mix h100=8 --jobs llama3-8b --gpus 64": "--gpus cannot be combined with --mix",
     },
     "--kernel": {
+        "4096,4096,0": "^--kernel: '0' is not",
         "4096,4096": "--kernel must be three numbers.*'4096,4096'",
         "1k,1k,1k --tile 256,256,64": "--tile 256,256,64 .*288 registers per thread of 255",
         "1k,1k,1k --tile 128,128,64 --stages 8": "262,144 bytes of 232,448",
@@ -31043,6 +31164,7 @@ PLANNER_REFUSED = {  # flags -> more flags -> regex of the error
     },
     "--einsum": {
         "ij,jk --sizes i=1": "'ij,jk' is not of the form",
+        "ij->i --sizes i=1,j=0": "^--sizes j: '0' is not",
         "ii->i --sizes i=1": "index i stands twice in ii",
         "i->j --sizes i=1,j=2": "no operand has index j",
         "ij->i --sizes i=1": "^--sizes lacks index j of --einsum; add j=SIZE$",
@@ -31058,7 +31180,8 @@ PLANNER_REFUSED = {  # flags -> more flags -> regex of the error
         "--site": "^--serve cannot be combined with --site$",
         "--pue 2": "^--pue requires --site$",
         "--zero 0": "--zero cannot be combined with --serve",
-        "--batch -3": "'-3'",
+        "--batch -3": "^--batch '-3'",
+        "--prompt 0": "^--prompt '0' is not",
         "--output 1": "--output must be 2 or more, not 1",
         "--tp 0": "--tp must be positive, not 0",
         "--tp 3": "--gpus 8 is not divisible by a replica's 3",
@@ -31116,7 +31239,10 @@ def test_planner_program_prints_what_it_predicts():
     run = datacenter.estimate_run(PLANNER_8B, PLANNER_H100, best, 4096, 256, tokens, storage)
     assert planner_json(line) == dict(plans=[asdict(one) for one in found[:3]], run=run)
     head, table, details = planner_run(line).split("\n\n")
-    assert head == f"llama3-8b, 8.0B parameters, on 16 h100: {len(found)} plans fit"
+    said = [f"llama3-8b, 8.0B parameters, on 16 h100: {len(found)} plans fit"]
+    said += ["--batch 1048576: 256 sequences of --seq 4096 tokens; "
+             f"--tokens {20 * 8_030_261_248}: 20 per active parameter"]  # fmt: skip
+    assert head.split("\n") == said
     rows = [row.split(None, 4) for row in table.split("\n")]
     assert rows[0] == "s/step tok/s/GPU MFU GiB plan".split() and len(rows) == 4
     for row, one in zip(rows[1:], found[:3], strict=True):
@@ -31143,6 +31269,75 @@ def test_planner_program_prints_what_it_predicts():
         assert text in " ".join(details.split("\n")), text
     out = planner_run(f"{line} --eager --pp 2 --recompute none --tokens 0.5t")
     assert "pp 2, zero 1, micro 1, recompute none, 1f1b" in out and "0.5T tokens" in out
+
+
+@pytest.mark.parametrize("line", [
+    "--gpus 1 --model llama3.2-1b --batch 64k", "", "--gpus 16", "--fp8 --gpus 16 --tp 2",
+    "--schedule zbv --pp 2 --eager", "--device gb200-nvl72 --gpus 144",
+])  # fmt: skip
+def test_planner_prints_the_command_of_train(line):
+    """The last line starts train.py on all GPUs by the fastest plan that it can run, and there is
+    none if it can run none."""
+    out = planner_run(line).split("\n")
+    args = planner.parse_args(line.split())
+    job = training_plan.parse_job(args)
+    found = training_plan.rank_plans(*job, **training_plan.fixed_fields(args))
+    if "--fp8 --gpus 16 --tp 2" == line:
+        assert out[-1] == "train.py cannot run the best plan: --fp8 cannot be combined with --tp"
+        return
+    words = shlex.split(out[-1])
+    ranks = 1
+    if words[0] == "torchrun":
+        launcher = torch.distributed.run.parse_args(words[1:])
+        ranks = int(launcher.nnodes.split(":")[0]) * int(launcher.nproc_per_node)
+        assert int(launcher.nproc_per_node) <= job[1].node
+        assert (launcher.rdzv_endpoint == "HOST:29500") == (launcher.nnodes != "1:1")
+        words = ["python", launcher.training_script, *launcher.training_script_args]
+    got = TCONF.parse_args(words[2:])
+    L.check(got, serving_config(job[0]), ranks)
+    assert words[:2] == ["python", "train.py"] and ranks == job[2]
+    runs = (one.plan for one in found if not training_plan.train_conflict(job[0], one.plan))
+    plan = next(runs)
+    assert planner_plan_of(got) == replace(plan, async_tp=plan.tp > 1)
+    assert got.batch_size * got.seq_len == job[3] * job[4]
+
+
+def test_planner_prints_the_fastest_plan_that_train_can_run():
+    """If the fastest plan of all is none of train.py's, the reason, and the next one that is."""
+    slow, fast = (
+        training_plan.predict(PLANNER_8B, PLANNER_H100, plan, 8192, 64)
+        for plan in (training_plan.Plan(dp=8), training_plan.Plan(dp=4, tp=2, fp8=True))
+    )
+    out = planner.commands("llama3-8b", PLANNER_8B, PLANNER_H100, [fast, slow], 8192, 64)
+    why, which, command = out.split("\n")
+    assert why == "train.py cannot run the best plan: --fp8 cannot be combined with --tp"
+    assert which == f"its fastest is {slow.plan}, {slow.step:.2f} s/step"
+    flags = "--dp 8 --zero 1 --batch-size 64 --micro-batch-size 1 --seq-len 8192 --compile"
+    assert command == f"torchrun --nproc-per-node 8 train.py --model llama3-8b {flags}"
+
+
+@pytest.mark.parametrize("text, node, far", [
+    ("tp=4 pp=4", 8, 1), ("tp=2 pp=4", 8, 0), ("tp=8 pp=4", 8, 3), ("tp=4 dp=2 pp=4", 8, 3),
+    ("tp=2 pp=8", 8, 1), ("pp=16", 8, 1), ("tp=3 pp=4", 4, 3), ("tp=1 pp=9", 3, 2), ("", 8, 0),
+])  # fmt: skip
+def test_planner_hops_between_nodes(text, node, far):
+    """Of the hops from stage to stage, those of which some rank sends to another node, counted rank
+    by rank, take the network's time. The slowest one limits a full pipeline; the first micro-batch
+    passes all."""
+    plan = training_plan.Plan(**planner_fields(text))
+    device, size = replace(PLANNER_H100, node=node), plan.tp * plan.cp * plan.dp
+    crosses = lambda rank: rank // node != (rank + size) // node
+    hops = [any(map(crosses, range(i * size, (i + 1) * size))) for i in range(plan.pp - 1)]
+    assert sum(hops) == training_plan.far_hops(plan, device) == far
+    if plan.pp == 1 or plan.tp == 3:
+        return
+    tokens, batch = 8192 / plan.tp, 4 * plan.dp
+    shape = replace(PLANNER_8B, layers=36)
+    got = training_plan.predict(shape, device, plan, 8192, batch)
+    took = [5e-6 + 2 * 4096 * tokens / 0.8 / (50e9 if hop else 450e9) for hop in hops]
+    sent, slot = 2 * 4 * max(took), 4 * got.step
+    assert sent < slot  # all of it is overlapped: its SMs, and the first micro-batch
+    assert got.seconds["stage to stage"] == pytest.approx(0.15 * sent + 2 * sum(took))
 
 
 def test_planner_searches_16384_gpus(monkeypatch):
@@ -31972,7 +32167,7 @@ def test_planner_serving_equals_transformer_inference_arithmetic():
     assert SCOST.kv_bytes_per_token(middle) == 2_097_152
     assert SCOST.kv_bytes_per_token(small) == 819_200
     assert SCOST.critical_batch(SERVING_A100) == 208
-    room = replace(SERVING_A100, memory=40e9 / cost_model.MEMORY_FRACTION)
+    room = replace(SERVING_A100, memory=(40e9 + 4 * 2**30) / 0.9)  # 40 GB for the model
     for gpus, tokens in ((3, 8000), (4, 28000)):
         got = SCOST.capacity(middle, room, SCOST.Layout(tp=gpus))
         assert got == pytest.approx(tokens, rel=0.05), (gpus, got)
@@ -32222,7 +32417,7 @@ def test_planner_serving_step_by_hand():
     # the latent of 576, on every rank; scores over 576, values over 512, for 128 / 8 heads
     assert ops["attention"][1:3] == (61 * 800 * 2 * 16 * (576 + 512), 61 * 808 * 576)
     assert SCOST.kv_shard(cost_model.SHAPES["llama3-8b"], SCOST.Layout(tp=16)) == 1 / 8
-    left = 0.9 * 1e10 - SCOST.weight_bytes(moe, SCOST.Layout(ep=4))
+    left = 0.9 * 1e10 - 4 * 2**30 - SCOST.weight_bytes(moe, SCOST.Layout(ep=4))
     assert SCOST.capacity(moe, device, SCOST.Layout(ep=4)) == 4 * (left // (2 * 2 * 4 * 128 * 2))
     assert SCOST.prefill_work(3, 5) == (15, 3 * sum(range(1, 6)), 0, 3)
     h100, dense = cost_model.DEVICES["h100"], cost_model.SHAPES["llama3-70b"]
@@ -32245,7 +32440,7 @@ SERVING_MOE = replace(PLANNER_TINY, experts=4, experts_per_token=2, expert_ffn=2
 def test_planner_serving_equals_exhaustive_search(shape, strict):
     """The batch is the largest that fits and meets the SLO; the ranking has all valid layouts; no
     pair of pools of any size serves more tokens. The 8B model does not fit one GPU."""
-    gpus, device = 6, replace(PLANNER_H100, memory=12e9)
+    gpus, device = 6, replace(PLANNER_H100, memory=12e9 + 4 * 2**30 / 0.9)
     valid = [
         SCOST.Layout(tp, pp, ep)
         for tp, pp, ep in product(range(1, 7), repeat=3)
@@ -32310,7 +32505,7 @@ def test_planner_serving_program():
         assert (rate, batch) == (round(one.tokens_per_second), one.batch) and one.regime in line
         assert cost == pytest.approx(8 * 3 / 3600 / one.tokens_per_second * 1e6, abs=1e-3)
         assert (ttft, tpot) == pytest.approx((1e3 * one.ttft, 1e3 * one.tpot), rel=1e-2)
-        assert str(one.layout) in line and each == round(rate / 8)
+        assert str(one.layout) in line and each == round(one.tokens_per_second / 8)
     assert f"{SPLAN.capacity(PLANNER_8B, PLANNER_H100, found[0].layout):,} tokens" in best
     two = SPLAN.disaggregate(PLANNER_8B, PLANNER_H100, 8, asked)
     assert f"{two.prefill.replicas} prefill of {two.prefill.layout}" in pools
@@ -32320,6 +32515,24 @@ def test_planner_serving_program():
     assert {(one["layout"]["ep"], one["batch"]) for one in got["layouts"]} == {(4, 64)}
     assert all(one["tpot"] <= 0.05 and one["layout"]["kv"] == "fp8" for one in got["layouts"])
     assert got["kv_bytes_per_token"] == 2 * 48 * 4 * 128 and got["pools"]["ttft"] <= 2
+
+
+@pytest.mark.parametrize("tp, weights, kv, tokens", [
+    # (0.9 x 80 - 4) GiB = 73.014 GB; 70,553,706,496 parameters on two GPUs are 70.554 GB, and a
+    # token 2 x 80 x 8 x 128 / 2 elements on each: 163,840 bytes
+    (2, "bf16", "bf16", 15_019),
+    # on four 35.277 GB and 81,920 bytes
+    (4, "bf16", "bf16", 460_663),
+    # in int8 2 x 2.101e9 bytes of embedding and head, 68.452e9 of the rest: on four 18.164 GB
+    (4, "int8", "fp8", 1_339_128),
+    (1, "bf16", "bf16", 0),
+])  # fmt: skip
+def test_planner_serving_capacity_by_hand(tp, weights, kv, tokens):
+    """Llama 3 70B on 80 GiB: of 90% of the memory, without 4 GiB for CUDA and NCCL, what the weights
+    leave. It is what a training plan's fit counts, too."""
+    layout = SCOST.Layout(tp=tp, weights=weights, kv=kv)
+    shape = cost_model.SHAPES["llama3-70b"]
+    assert SCOST.capacity(shape, PLANNER_H100, layout) == pytest.approx(tokens, rel=1e-4)
 
 
 def test_planner_serving_of_few_sequences():
@@ -32334,7 +32547,7 @@ def test_planner_serving_of_few_sequences():
     layout, asked = SCOST.Layout(ep=2), replace(asked, batch=None)
     size = SCOST.weight_bytes(SERVING_MOE, layout)
     size += 1.9 * 1002 * SCOST.kv_bytes_per_token(SERVING_MOE)
-    device = replace(PLANNER_H100, memory=size / cost_model.MEMORY_FRACTION)
+    device = replace(PLANNER_H100, memory=(size + 4 * 2**30) / 0.9)
     assert SPLAN.predict(SERVING_MOE, device, layout, asked).batch == 2
 
 

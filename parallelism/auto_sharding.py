@@ -217,6 +217,7 @@ def choose_shardings(
     total = sum(own[a] for own, a in zip(costs, chosen))
     return total + sum(m[chosen[u]][chosen[v]] for (u, v), m in edges.items()), chosen
 
+
 # --------------------------------------------------------------------------------------------------
 # Alpa: shardings of operators, submeshes of stages
 # --------------------------------------------------------------------------------------------------
@@ -315,7 +316,7 @@ def stage_sharding(
     if last:
         end = head_seconds(shape, device, tokens / gpus)
     else:
-        end = 2 * hop_seconds(shape, device, tokens / gpus, device.node)
+        end = 2 * hop_seconds(shape, device, tokens / gpus, far=True)
     return n * best.seconds * recompute_factor(shape, seq, recompute) + end, best
 
 
@@ -385,9 +386,12 @@ def alpa_report(args: argparse.Namespace) -> str:
     if len(degrees) > 1 or None in degrees:
         return "\n".join([*lines, "train.py: has no such shardings"])
     dp, tp = degrees.pop()
-    plan = Plan(dp, tp, pp=len(got.stages), micro=got.sequences // dp, recompute=got.recompute)
+    plan = Plan(
+        dp, tp, pp=len(got.stages), micro=got.sequences // dp, recompute=got.recompute,
+        async_tp=False,
+    )  # fmt: skip
     layers = [last - first for first, last, *_ in got.stages]
-    return "\n".join([*lines, train_flags(plan, seq, batch, layers)])
+    return "\n".join([*lines, train_flags(args.model, shape, plan, seq, batch, layers)])
 
 
 METHODS = {"alpa": alpa_report}

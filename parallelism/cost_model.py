@@ -7,17 +7,20 @@
 The parts that the planner's files share: training_plan.py (a training step), serving_cost.py
 (prefill and decode), datacenter.py (a run's energy, failures and network) and search.py. The
 fraction of peak that hardware reaches is one short list of constants, from published single-kernel
-measurements, the same for every model, device and plan. Needs: the standard library.
+measurements, the same for every model, device and plan. Needs: the standard library; for a
+config.json also torch.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from model import ModelConfig
 
 # Fractions of the datasheet's peak, the same for all models, devices, plans and published runs.
 # bf16 matmuls on H100: 600 to 780 of 989 TFLOP/s on random data, limited by power; FP8: 1,000 of
@@ -192,53 +195,44 @@ SHAPES = {  # layers, dim, heads, kv_heads, head_dim, ffn, vocab: as in their co
 
 
 def load_shape(name: str) -> Shape:
-    """A model of SHAPES, or a Hugging Face config.json, or the folder with one."""
+    """A model of SHAPES, or a Hugging Face config.json, or the folder with one. ValueError as
+    read_config's, which reads it, and for models that a Shape cannot represent."""
     if name in SHAPES:
         return SHAPES[name]
-    path = Path(name)
     try:
-        path = path / "config.json" if path.is_dir() else path
+        path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
         require(path.is_file(), f"--model {name} is no file, nor one of {', '.join(SHAPES)}")
-        config = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as e:
-        raise ValueError(f"{path}: not JSON ({e})") from None
     except OSError as e:
         raise ValueError(f"--model {name}: {e.strerror}") from None
-    require(isinstance(config, dict), f"{path}: no JSON object; is it a decoder's config.json?")
-    return _config_shape(path, config)
+    try:
+        from huggingface.weights import read_config  # the one reader of config.json; needs torch
+    except ModuleNotFoundError as e:
+        raise ValueError(f"--model {path}: install {e.name} to read a config.json") from None
+    return config_shape(path, read_config(path))
 
 
-def _config_shape(path: Path, config: dict[str, Any]) -> Shape:
-    """The fields of a config.json as a Shape."""
+def config_shape(path: Path, config: ModelConfig) -> Shape:
+    """A ModelConfig as a Shape, without its multi-token prediction. ValueError if the model's
+    parameters are not the Shape's within 1%, as with experts that differ between layers."""
+    import torch
 
-    def get(*keys: str, default: int | None = None) -> int:
-        key = next((k for k in keys if config.get(k)), keys[0])
-        value = config.get(key)
-        if default is not None and not value:
-            return default
-        require(value is not None, f"{path}: no field {key!r}; is it a decoder's config.json?")
-        ok = type(value) is int and 0 < value < 2**40
-        require(ok, f"{path}: {key} must be a positive integer, not {value!r}")
-        return value
+    from model import Transformer
 
-    dim, heads, ffn = map(get, ("hidden_size", "num_attention_heads", "intermediate_size"))
-    layers, dense = get("num_hidden_layers"), get("first_k_dense_replace", default=0)
-    experts = get("num_local_experts", "num_experts", "n_routed_experts", default=0)
-    active = get("num_experts_per_tok", default=0) if experts else 0
-    ok = not experts or 0 < active <= experts
-    require(ok, f"{path}: num_experts_per_tok {active} is not from 1 to {experts} experts")
-    require(dense <= layers, f"{path}: first_k_dense_replace {dense} is more than {layers} layers")
-    require(dim >= heads, f"{path}: hidden_size {dim} is less than num_attention_heads {heads}")
-    return Shape(
-        layers, dim, heads, get("num_key_value_heads", default=heads),
-        get("qk_nope_head_dim", "head_dim", default=dim // heads), ffn, get("vocab_size"),
-        tied=bool(config.get("tie_word_embeddings")), experts=experts, experts_per_token=active,
-        expert_ffn=get("moe_intermediate_size", default=ffn) if experts else 0,
-        shared_experts=get("n_shared_experts", default=0), dense_layers=dense,
-        q_rank=get("q_lora_rank", default=0), kv_rank=get("kv_lora_rank", default=0),
-        rope_dim=get("qk_rope_head_dim", default=0), v_dim=get("v_head_dim", default=0),
-        qk_norm=str(config.get("model_type")).startswith("qwen3"),
+    c, moe = replace(config, n_mtp_layers=0), bool(config.moe_layers)
+    shape = Shape(
+        c.n_layers, c.dim, c.n_heads, c.n_kv_heads, c.qk_nope_head_dim or c.head_dim, c.ffn_dim,
+        c.vocab_size, tied=c.tie_embeddings, experts=c.n_experts * moe,
+        experts_per_token=c.n_experts_per_token * moe, expert_ffn=c.expert_ffn_dim * moe,
+        shared_experts=c.n_shared_experts * moe,
+        dense_layers=(c.n_layers - len(c.moe_layers)) * moe, q_rank=c.q_lora_rank or 0,
+        kv_rank=c.kv_lora_rank, rope_dim=c.qk_rope_head_dim, v_dim=c.v_head_dim, qk_norm=c.qk_norm,
     )  # fmt: skip
+    with torch.device("meta"):
+        count = sum(p.numel() for p in Transformer(c).parameters())
+    ok = abs(parameters(shape) / count - 1) < 0.01
+    require(ok, f"{path}: the planner does not model this {c.family}: it would count "
+                f"{parameters(shape):,} of its {count:,} parameters")  # fmt: skip
+    return shape
 
 
 @dataclass(frozen=True)
@@ -329,20 +323,21 @@ def exposed_seconds(transfer: float, compute: float) -> float:
 
 def load_cluster(model: str, device: str, gpus: str) -> tuple[Shape, Device, int]:
     """--model, --device and --gpus. ValueError if one is unknown, or the nodes are not whole."""
-    shape, known, n = load_shape(model), load_device(device), parse_number(gpus)
+    shape, known, n = load_shape(model), load_device(device), parse_number(gpus, "--gpus")
     ok = n <= known.node or n % known.node == 0
     whole = n // known.node * known.node
     require(ok, f"--gpus {n} is not divisible by nodes of {known.node}; use {whole}")
     return shape, known, n
 
 
-def parse_number(text: str, base: int = 1000) -> int:
-    """ "16M" -> 16 base^2; k, M, B and T. ValueError unless it is whole and from 1 to 1e15."""
+def parse_number(text: str, flag: str, base: int = 1000) -> int:
+    """ "16M" -> 16 base^2; k, M, B and T. ValueError, naming the flag, unless it is whole and from
+    1 to 1e15."""
     power = "kmbt".find(text[-1:].lower()) + 1
     try:
         value = float(text[:-1] if power else text) * base**power
     except ValueError:
         value = 0.0
     ok = 1 <= value <= 1e15 and abs(value - round(value)) <= 1e-3 * value
-    require(ok, f"{text!r} is not a number such as 8192, 16M or 15.6T, from 1 on")
+    require(ok, f"{flag} {text!r:.60} is not a number such as 8192, 16M or 15.6T, from 1 on")
     return round(value)

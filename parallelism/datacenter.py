@@ -251,16 +251,17 @@ def site(args: argparse.Namespace) -> dict[str, Any]:
         hours = mtbf_hours(gpus, fraction(args, "failure_rate", 1e-3, 1e6))
     budget = gpus * fraction(args, "days", 0.01, 36500) * 86400 * device.bf16 * TRAINING_MFU
     budget = budget if args.budget is None else fraction(args, "budget", 1e15, 1e35)
-    row, share = parse_number(args.row), fraction(args, "prompt_share", 0, 1)
+    storage = parse_number(args.storage, "--storage")
+    row, share = parse_number(args.row, "--row"), fraction(args, "prompt_share", 0, 1)
     require(row <= 500, f"--row {row} is more than 500 servers")
-    risk, radix = fraction(args, "risk", 0, 0.5), parse_number(args.radix)
+    risk, radix = fraction(args, "risk", 0, 0.5), parse_number(args.radix, "--radix")
     plain, capped = (servers_per_row(row, share, risk, capped) for capped in (False, True))
     network = network_topology.compare(device, gpus, radix, parse_pair(args.pair, gpus))
     crashes = [network_topology.crashes_per_month(gpus, radix, dual) for dual in (False, True)]
     return {
         "energy": energy_report(args, gpus, device),
         "components": component_mtbf_hours(hours),
-        "failures": checkpointing(shape, gpus, hours * 3600, parse_number(args.storage)),
+        "failures": checkpointing(shape, gpus, hours * 3600, storage),
         "row": {"servers": plain, "capped": capped, "threshold": cap_threshold()},
         "network": network,
         "crashes_per_month": dict(zip(("single", "dual"), crashes)),
@@ -284,7 +285,8 @@ def report(args: argparse.Namespace) -> str:
     parts = sorted(found["components"].items(), key=lambda part: part[1])
     least, note = "at most ", ": servers at their maximum power"
     least, note = (least, note) if args.watts is None else ("", "")
-    crashes, pair = found["crashes_per_month"], parse_pair(args.pair, parse_number(args.gpus))
+    crashes, gpus = found["crashes_per_month"], parse_number(args.gpus, "--gpus")
+    pair = parse_pair(args.pair, gpus)
     return "\n".join((
         f"{args.gpus} {args.device}: servers {energy['servers']:.2f} MW, IT {energy['it']:.2f}, "
         f"the site {energy['site']:.2f}",

@@ -81,7 +81,7 @@ def parse_sizes(text: str) -> dict[str, int]:
         ok = equals and len(name) == 1 and name.isalpha()
         require(ok, f"--sizes {word!r} is not of the form t=4096")
         require(name not in sizes, f"--sizes gives index {name} twice")
-        sizes[name] = parse_number(size, 1024)
+        sizes[name] = parse_number(size, f"--sizes {name}:", 1024)
     return sizes
 
 

@@ -267,7 +267,7 @@ def render(args: argparse.Namespace, title: str, facts: dict, rows: dict[str, st
 def _three_numbers(flag: str, text: str) -> list[int]:
     words = text.split(",")
     require(len(words) == 3, f"{flag} must be three numbers such as 4096,4096,64, not {text!r}")
-    return [parse_number(word, 1024) for word in words]
+    return [parse_number(word, f"{flag}:", 1024) for word in words]
 
 
 def matmul_model(

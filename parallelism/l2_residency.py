@@ -96,7 +96,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def report(args: argparse.Namespace) -> str:
     """The text, or JSON, of --persist."""
-    shape, tokens = load_shape(args.model), parse_number(args.persist, 1024)
+    shape, tokens = load_shape(args.model), parse_number(args.persist, "--persist", 1024)
     tensors, room = layer_tensors(shape, tokens), int(SET_ASIDE * device_of(args)[1].l2)
     embedding = 0 if shape.tied else shape.dim * shape.vocab  # a row per token is read
     pinned, weights = persistent(tensors, room), BYTES * (parameters(shape) - embedding)

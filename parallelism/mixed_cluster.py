@@ -100,7 +100,7 @@ def parse_mix(text: str) -> dict[str, int]:
         name, _, count = part.strip().partition("=")
         require(count and name not in cluster, f"--mix {text!r}: write it as h100=16,a100-80gb=32")
         require(name in DEVICES, f"--mix: {name} is unknown; use one of {', '.join(DEVICES)}")
-        cluster[name] = parse_number(count)
+        cluster[name] = parse_number(count, f"--mix {name}:")
     return cluster
 
 

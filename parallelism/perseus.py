@@ -139,11 +139,12 @@ def read_stages(p: argparse.Namespace, args: argparse.Namespace) -> tuple[list[S
         require(ok, "--problem: clocks must be fractions of the highest: above 0, at most 1")
         ok = p.watts > p.waiting
         require(ok, f"--problem: watts {p.watts:g} must be above waiting {p.waiting:g}")
-        shape, seq = load_shape(args.model), parse_number(args.seq, 1024)
+        shape, seq = load_shape(args.model), parse_number(args.seq, "--seq", 1024)
         ok = p.pp <= shape.layers
         require(ok, f"--problem: pp {p.pp} is more than the model's {shape.layers} layers")
         counts, times = stage_passes(shape, load_device(args.device), seq, p.pp)
-        return [[clock_options(p, t) for t in stage] for stage in times], stage_flags(counts)
+        options = [[clock_options(p, t) for t in stage] for stage in times]
+        return options, stage_flags(args.model, counts)
     try:
         stages = [[{float(t): e for t, e in both.items()} for both in s] for s in p.options]
         numbers = [x for s in stages for both in s for pair in both.items() for x in pair]

@@ -45,6 +45,7 @@ from parallelism.training_plan import (
     LOGITS_BYTES,
     Plan,
     activation_bytes,
+    model_flag,
     divisors,
     head_seconds,
     layer_parameters,
@@ -187,14 +188,14 @@ def disttrain_report(args: argparse.Namespace) -> str:
     """GPUs and parallelism of each module, the best of all numbers of samples per microbatch; and
     what reordering gains."""
     p, device = read_problem(args, DISTTRAIN), load_device(args.device)
-    gpus = parse_number(args.gpus)
+    gpus = parse_number(args.gpus, "--gpus")
     shapes, best = {}, (math.inf, None, 0)
     for name, given in p.modules.items():
         ok = given is None or isinstance(given, list) and len(given) == 4
         ok = ok and all(map(is_count, given or ())) and (given is None or given[1] % given[2] == 0)
         text = "must be null or [layers, width, heads, tokens], with a width of whole heads"
         require(ok, f"--problem: modules: {name} {text}")
-        seq = parse_number(args.seq, 1024)
+        seq = parse_number(args.seq, "--seq", 1024)
         shapes[name] = (load_shape(args.model), seq) if not given else (block(*given[:3]), given[3])
     for together in divisors(p.samples):
         ways = {n: [*module_options(shape, device, seq, together, gpus)]
@@ -308,10 +309,11 @@ def stage_passes(
     return counts, [*times[:-1], (times[-1][0] + head / 3, times[-1][1] + 2 * head / 3)]
 
 
-def stage_flags(counts: Sequence[int]) -> str:
+def stage_flags(model: str, counts: Sequence[int]) -> str:
     """The command line of train.py with these layers on its stages."""
     layers = ",".join(map(str, counts))
-    return f"train.py --pp {len(counts)} --pp-schedule 1f1b --set pp_layers={layers}"
+    pp = f"--pp {len(counts)} --pp-schedule 1f1b"
+    return f"train.py {model_flag(model)} {pp} --set pp_layers={layers}"
 
 
 def stage_costs(
@@ -371,7 +373,8 @@ def dynapipe_report(args: argparse.Namespace) -> str:
         fixed = [row(f"{name}, {n} documents each", groups) for n, groups in splits
                  if all(fits(len(group), longest(group)) for group in groups)]  # fmt: skip
         rows.append(min(fixed)[1])
-    rows += [row("dynamic programming", found)[1], stage_flags(counts), "documents x tokens:"]
+    flags = stage_flags(args.model, counts)
+    rows += [row("dynamic programming", found)[1], flags, "documents x tokens:"]
     return "\n".join([*rows, " ".join(f"{len(group)}x{longest(group)}" for group in found)])
 
 

@@ -36,7 +36,16 @@ import sys
 from dataclasses import asdict
 
 from parallelism import datacenter, einsum_model, kernel_model, l2_residency, search, serving_plan
-from parallelism.cost_model import DEVICES, GIB, SHAPES, Device, parameters, parse_number, require
+from parallelism.cost_model import (
+    DEVICES,
+    GIB,
+    SHAPES,
+    Device,
+    Shape,
+    parameters,
+    parse_number,
+    require,
+)
 from parallelism.datacenter import estimate_run
 from parallelism.training_plan import (
     RECOMPUTE,
@@ -46,6 +55,8 @@ from parallelism.training_plan import (
     fixed_fields,
     parse_job,
     rank_plans,
+    train_conflict,
+    train_flags,
 )
 
 # flag: module of its formulas, with add_flags(parser), report(args) -> str and READS, the flags of
@@ -110,18 +121,49 @@ def check_flags(args: argparse.Namespace, topics: list[str]) -> None:
 def plan_report(args: argparse.Namespace) -> str:
     """The plans of a model, and the run of the best one."""
     shape, device, gpus, seq, batch = parse_job(args)
-    top, storage = parse_number(args.top), parse_number(args.storage)
+    top, storage = parse_number(args.top, "--top"), parse_number(args.storage, "--storage")
     fixed = fixed_fields(args)
     found = rank_plans(shape, device, gpus, seq, batch, **fixed)
-    tokens = parse_number(args.tokens) if args.tokens else 20 * parameters(shape, active=True)
+    active = parameters(shape, active=True)
+    tokens = parse_number(args.tokens, "--tokens") if args.tokens else 20 * active
     run = estimate_run(shape, device, found[0], seq, batch, tokens, storage)
     if args.json:
         return json.dumps({"plans": [asdict(got) for got in found[:top]], "run": run}, indent=2)
     size = f"{parameters(shape) / 1e9:.1f}B parameters"
     return (
-        f"{args.model}, {size}, on {gpus} {args.device}: {len(found)} plans fit\n\n"
-        f"{table(found[:top])}\n\n{details(device, found[0], run)}"
+        f"{args.model}, {size}, on {gpus} {args.device}: {len(found)} plans fit\n"
+        f"--batch {batch * seq}: {batch} sequences of --seq {seq} tokens; --tokens {tokens}: "
+        f"{tokens / active:.3g} per active parameter\n\n"
+        f"{table(found[:top])}\n\n{details(device, found[0], run)}\n"
+        f"{commands(args.model, shape, device, found, seq, batch)}"
     )
+
+
+def commands(
+    model: str, shape: Shape, device: Device, found: list[Prediction], seq: int, batch: int
+) -> str:
+    """The command that trains by the fastest plan that train.py can run, and why if it is not the
+    fastest of all."""
+    lines = []
+    if why := train_conflict(shape, found[0].plan):
+        lines += [f"train.py cannot run the best plan: {why}"]
+    runs = (got for got in found if train_conflict(shape, got.plan) is None)
+    if got := next(runs, None):
+        lines += [f"its fastest is {got.plan}, {got.step:.2f} s/step"] if why else []
+        flags = train_flags(model, shape, got.plan, seq, batch)
+        lines += [f"{launcher(got.plan.gpus, device.node)}{flags}"]
+    return "\n".join(lines)
+
+
+def launcher(gpus: int, node: int) -> str:
+    """What starts train.py on each node; HOST is the first one."""
+    nodes = -(-gpus // node)
+    if gpus == 1:
+        return "python "
+    if nodes == 1:
+        return f"torchrun --nproc-per-node {gpus} "
+    where = "--rdzv-backend c10d --rdzv-endpoint HOST:29500"
+    return f"torchrun --nnodes {nodes} --nproc-per-node {node} {where} "
 
 
 def table(found: list[Prediction]) -> str:

@@ -751,7 +751,7 @@ def read(path: Path) -> Schedule:
     except UnicodeDecodeError:
         raise ValueError(f"{path}: not UTF-8") from None
     except ValueError as e:
-        raise ValueError(f"{path}: {e}") from None
+        raise ValueError(f"{path}: {e!s:.200}") from None
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:

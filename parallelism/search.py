@@ -238,8 +238,9 @@ def aceso_report(args: argparse.Namespace) -> str:
     return (
         f"aceso: {step:.3f} s/step after {len(seen)} evaluations; {plan}\n"
         f"exhaustive: {least:.3f} s/step after {total} evaluations; {every[0].plan}\n"
-        f"ratio {step / least:.3f}\n{train_flags(plan, *job[3:])}"
+        f"ratio {step / least:.3f}\n{train_flags(args.model, job[0], plan, *job[3:])}"
     )
+
 
 # --------------------------------------------------------------------------------------------------
 # Stages of equal GPUs: Merak's layers and recomputation, Oobleck's templates
@@ -253,7 +254,7 @@ def stage_seconds(
     tokens = plan.micro * seq / (plan.cp * plan.tp)
     local = replace(plan, dp=plan.ep, pp=1, zero=1, schedule="1f1b", chunks=1)
     layer = sum(map(sum, layer_seconds(shape, device, seq, local).values()))
-    hop = hop_seconds(shape, device, tokens, device.node)
+    hop = hop_seconds(shape, device, tokens, far=True)
     return layers * layer + (head_seconds(shape, device, tokens) if last else 2 * hop)
 
 
@@ -361,7 +362,8 @@ def merak_report(args: argparse.Namespace) -> str:
     again = [s for s, kind in enumerate(pipeline.recompute) if kind == "full"]
     plan = replace(p, recompute=kinds.pop() if len(kinds) == 1 else "none")
     stages = again if plan.recompute == "none" else ()
-    return "\n".join([*lines, train_flags(plan, *job[3:], pipeline.layers, stages)])
+    flags = train_flags(args.model, job[0], plan, *job[3:], pipeline.layers, stages)
+    return "\n".join([*lines, flags])
 
 
 def template_sizes(least: int, nodes: int, failures: int) -> range:
@@ -403,8 +405,8 @@ def distribute_micro_batches(micros: int, pipelines: Sequence[Pipeline]) -> list
     return counts
 
 
-def oobleck_pipelines(args: argparse.Namespace) -> tuple[dict[int, Pipeline], int, int]:
-    """(number of nodes -> its pipeline, for all that fit; tensor parallel degree; micro-batches)"""
+def oobleck_pipelines(args: argparse.Namespace) -> tuple[dict[int, Pipeline], Plan, int]:
+    """(number of nodes -> its pipeline, for all that fit; what they share; micro-batches)"""
     shape, device, gpus, seq, batch = parse_job(args)
     fixed = fixed_fields(args)
     kinds = [fixed.pop("recompute")] if args.recompute else RECOMPUTE
@@ -421,18 +423,19 @@ def oobleck_pipelines(args: argparse.Namespace) -> tuple[dict[int, Pipeline], in
         if pipeline := make_pipeline(shape, device, p, seq, micros, kinds):
             made[n] = pipeline
     require(made, f"oobleck: {args.model} does not fit {gpus} {args.device}; use more --gpus")
-    return made, plan.tp, micros
+    return made, plan, micros
 
 
 def oobleck_report(args: argparse.Namespace) -> str:
     """The templates, and the pipelines for every number of nodes that failures can leave."""
     require(args.failures.isdecimal(), f"--failures {args.failures} is no number of nodes; use 1")
-    made, tp, micros = oobleck_pipelines(args)
-    _, device, gpus, seq, batch = parse_job(args)
+    made, shared, micros = oobleck_pipelines(args)
+    shape, device, gpus, seq, batch = parse_job(args)
     failures, nodes = int(args.failures), gpus // device.node
     sizes = [n for n in template_sizes(min(made), nodes, failures) if n in made]
     covers = cover_nodes(nodes, {n: 1 / max(made[n].spent) for n in sizes}, failures + 1)
-    lines = [f"templates of {sizes[0]} to {sizes[-1]} nodes, tp {tp}; {failures} may fail at once",
+    lines = [f"templates of {sizes[0]} to {sizes[-1]} nodes, tp {shared.tp}; "
+             f"{failures} may fail at once",
              f"{'nodes':>5}{'s/step':>9}  pipelines: nodes x micro-batches"]  # fmt: skip
     for n in range(nodes, (failures + 1) * sizes[0] - 1, -1):
         fix = f"at most {sizes[-1]} have a layer per stage; raise --tp"
@@ -447,8 +450,9 @@ def oobleck_report(args: argparse.Namespace) -> str:
         if len(set(zip(used, counts))) == 1:  # train.py's pipelines are equal
             layers, kinds, _ = made[used[0]]
             kind = max(kinds, key=RECOMPUTE.index)
-            plan = Plan(len(used), tp, pp=len(layers), micro=batch // micros, recompute=kind)
-            lines.append(f"{'':16}{train_flags(plan, seq, batch, layers)}")
+            plan = replace(shared, dp=len(used), pp=len(layers), recompute=kind)
+            flags = train_flags(args.model, shape, plan, seq, batch, layers)
+            lines.append(f"{'':16}{flags}")
     return "\n".join(lines)
 
 

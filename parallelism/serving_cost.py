@@ -277,8 +277,8 @@ def weight_bytes(shape: Shape, layout: Layout) -> float:
 
 
 def capacity(shape: Shape, device: Device, layout: Layout) -> int:
-    """Tokens in a replica's KV cache, in what the weights leave of the usable memory; 0 if the
+    """Tokens in a replica's KV cache, in what the weights leave of the model's memory; 0 if the
     weights do not fit."""
-    left = device.usable_memory - weight_bytes(shape, layout)
+    left = device.model_memory - weight_bytes(shape, layout)
     per_token = kv_bytes_per_token(shape, layout.kv) * kv_shard(shape, layout)
     return max(0, int(left / per_token)) * layout.ep

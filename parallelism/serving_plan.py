@@ -304,9 +304,9 @@ def parse_positive(flag: str, text: str) -> float:
 
 def read_requests(args: argparse.Namespace) -> Requests:
     """--prompt, --output, --batch and --slo."""
-    prompt, output = parse_number(args.prompt), parse_number(args.output)
+    prompt, output = parse_number(args.prompt, "--prompt"), parse_number(args.output, "--output")
     require(output > 1, f"--output must be 2 or more, not {output}: prefill gives the first token")
-    batch = None if args.batch in (None, "auto") else parse_number(args.batch)
+    batch = None if args.batch in (None, "auto") else parse_number(args.batch, "--batch")
     slo = Requests.slo
     if args.slo is not None:
         parts = args.slo.split(":")
@@ -318,7 +318,7 @@ def read_requests(args: argparse.Namespace) -> Requests:
 def report(args: argparse.Namespace) -> str:
     """The topic's output. ValueError: a wrong flag, or nothing fits."""
     shape, device, gpus = load_cluster(args.model, args.device, args.gpus)
-    asked, top = read_requests(args), parse_number(args.top)
+    asked, top = read_requests(args), parse_number(args.top, "--top")
     price = parse_positive("gpu-hour", args.gpu_hour)
     ok = args.quantize != "fp8" or device.fp8 > device.bf16
     require(ok, f"--quantize fp8 cannot be combined with --device {args.device}: it has no FP8")

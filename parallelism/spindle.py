@@ -177,7 +177,8 @@ def make_task(name: str, given: Any, device: Device, gpus: int) -> Task:
 
 def spindle_report(args: argparse.Namespace) -> str:
     """The waves, and their time beside that of one task after another and the bound."""
-    p, device, gpus = read_problem(args, SPINDLE), load_device(args.device), parse_number(args.gpus)
+    p, device = read_problem(args, SPINDLE), load_device(args.device)
+    gpus = parse_number(args.gpus, "--gpus")
     tasks = {name: make_task(name, given, device, gpus) for name, given in p.tasks.items()}
     waves, bound = plan_waves(tasks, gpus)
     total, alone = (sum(w.seconds for w in found) for found in (waves, one_by_one(tasks, gpus)))

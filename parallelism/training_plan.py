@@ -34,11 +34,13 @@ if __name__ == "__main__" and not __package__:
     raise SystemExit("run: python -m parallelism.planner")
 
 import math
+import shlex
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from parallelism.cost_model import (
@@ -51,6 +53,7 @@ from parallelism.cost_model import (
     LINK_EFFICIENCY,
     MEMORY_FRACTION,
     RESERVED_BYTES,
+    SHAPES,
     Device,
     Matrix,
     Shape,
@@ -76,6 +79,7 @@ CAST_HBM_BYTES = 10  # HBM traffic per FP8 matmul output: amax, read, write; inp
 ASYNC_TP_OVERLAP = 0.5  # hidden part of TP transfers: 1.09 to 1.16x in torchtitan's benchmark
 RECOMPUTE = ("none", "selective", "full")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
+TRAIN_MODELS = ("llama2-7b", "llama3-8b", "llama3.2-1b")  # of SHAPES, known to train.py
 SIZES = ("dp", "tp", "cp", "pp", "ep", "zero", "micro", "chunks")
 
 # --------------------------------------------------------------------------------------------------
@@ -165,7 +169,8 @@ def parse_job(args: Namespace) -> tuple[Shape, Device, int, int, int]:
 
 def parse_batch(args: Namespace) -> tuple[int, int]:
     """(tokens per sequence, sequences per step) of the flags."""
-    seq, size = parse_number(args.seq, 1024), parse_number(args.batch or "4M", 1024)
+    seq = parse_number(args.seq, "--seq", 1024)
+    size = parse_number(args.batch or "4M", "--batch", 1024)
     fix = f"--batch {size} is not divisible by --seq {seq}; use {max(size // seq, 1) * seq}"
     require(size % seq == 0, fix)
     return seq, size // seq
@@ -237,22 +242,51 @@ def possible_plans(
     return found
 
 
+def train_conflict(shape: Shape, plan: Plan) -> str | None:
+    """Why train.py cannot run a valid plan, or None."""
+    p, stages = plan, plan.pp * plan.chunks
+    if p.fp8 and p.tp > 1:
+        return "--fp8 cannot be combined with --tp"
+    if p.compiled and p.pp > 1 and p.schedule in ("zb-h1", "zbv"):
+        return f"--compile cannot be combined with --pp-schedule {p.schedule}"
+    if p.attention != Plan.attention:
+        return f"it has no flag for attention by {p.attention}"
+    if stages > shape.layers:
+        return f"it has no stage without a layer: {stages} stages, {shape.layers} layers"
+    return None
+
+
+def model_flag(model: str) -> str:
+    """train.py's --model for the planner's. One that it does not know by name is a config.json, of
+    the folder given, or of the folder where the checkpoint of that name is."""
+    if model not in TRAIN_MODELS and (model in SHAPES or Path(model).is_dir()):
+        model = str(Path(model) / "config.json")
+    return f"--model {shlex.quote(model)}"
+
+
 def train_flags(
-    plan: Plan, seq: int, batch: int, layers: Sequence[int] = (), recompute: Sequence[int] = ()
-) -> str:
-    """The flags of train.py for a plan. layers: of each stage; recompute: stages that do."""
-    p = plan
-    words = [f"--{k} {getattr(p, k)}" for k in ("dp", "tp", "cp", "ep", "pp")]
-    words = [word for word in words if not word.endswith(" 1")]
+    model: str, shape: Shape, plan: Plan, seq: int, batch: int,
+    layers: Sequence[int] = (), recompute: Sequence[int] = (),
+) -> str:  # fmt: skip
+    """train.py with the flags of a plan, or why it cannot run it. model: --model; layers: of each
+    stage; recompute: stages that do."""
+    p, why = plan, train_conflict(shape, plan)
+    if why:
+        return f"train.py: cannot run this plan: {why}"
+    words = [model_flag(model)]
+    words += [f"--{k} {getattr(p, k)}" for k in ("dp", "tp", "cp", "ep", "pp") if getattr(p, k) > 1]
     words += [f"--zero {p.zero}"] * (p.dp * p.cp > 1)
     words += [f"--batch-size {batch} --micro-batch-size {p.micro} --seq-len {seq}"]
     words += [f"--recompute {p.recompute}"] * (p.recompute != "none")
+    words += ["--compile"] * p.compiled + ["--fp8 tensorwise"] * p.fp8
+    words += ["--async-tp"] * (p.async_tp and p.tp > 1)
     if p.pp > 1:
         words += [f"--pp-schedule {p.schedule}"]
         words += [f"--set virtual_stages={p.chunks}"] * (p.schedule == "interleaved")
         for name, values in (("pp_layers", layers), ("pp_recompute", recompute)):
             words += [f"--set {name}={','.join(map(str, values))}"] if values else []
     return f"train.py {' '.join(words)}"
+
 
 # --------------------------------------------------------------------------------------------------
 # Memory
@@ -369,6 +403,7 @@ def memory(shape: Shape, plan: Plan, seq: int, batch: int) -> dict[str, float]:
         ranks += [stage_bytes(shape, p, seq, last, 1, True, in_flight(p, micros, last=True))]
     return max(ranks, key=lambda kinds: sum(kinds.values()))
 
+
 # --------------------------------------------------------------------------------------------------
 # Time
 # --------------------------------------------------------------------------------------------------
@@ -441,11 +476,17 @@ def head_seconds(shape: Shape, device: Device, tokens: float) -> float:
     return matmuls + LOSS_HBM_BYTES * logits / (HBM_EFFICIENCY * device.hbm)
 
 
-def hop_seconds(shape: Shape, device: Device, tokens: float, stride: int) -> float:
-    """Seconds to send the activations of `tokens` to the next stage, `stride` ranks away; the
+def hop_seconds(shape: Shape, device: Device, tokens: float, far: bool) -> float:
+    """Seconds to send the activations of `tokens` to the next stage, in another node if far; the
     latency is the network's, also within a node."""
-    wire = device.network if stride >= device.node else device.nvlink
+    wire = device.network if far else device.nvlink
     return device.alpha[1] + 2 * shape.dim * tokens / (LINK_EFFICIENCY * wire)
+
+
+def far_hops(plan: Plan, device: Device) -> int:
+    """How many of the pp - 1 hops leave a node on some rank: two stages share no node."""
+    stride, node = plan.tp * plan.cp * plan.dp, device.node
+    return sum(i * stride // node < ((i + 2) * stride - 1) // node for i in range(plan.pp - 1))
 
 
 def bubble(schedule: str, p: int, chunks: int, slot: float, weight: float) -> float:
@@ -527,9 +568,10 @@ def predict(shape: Shape, device: Device, plan: Plan, seq: int, batch: int) -> P
     seconds["uneven stages"] = micros * slot - sum(seconds.values())
     seconds["bubble"] = bubble(p.schedule, p.pp, p.chunks, slot, full * layer["matmuls"][0])
     if p.pp > 1:
-        hop = hop_seconds(shape, device, tokens / p.tp, p.tp * p.cp * p.dp)
-        sends = exposed_seconds(2 * micros * p.chunks * hop, micros * slot)
-        seconds["stage to stage"] = sends + 2 * (p.pp - 1) * hop
+        far = far_hops(p, device)
+        hops = [hop_seconds(shape, device, tokens / p.tp, i < far) for i in range(p.pp - 1)]
+        sends = exposed_seconds(2 * micros * p.chunks * max(hops), micros * slot)
+        seconds["stage to stage"] = sends + 2 * sum(hops)
     ends = both * head / 3
     slots = (full * forward + ends, full * (backward + recompute_seconds) + 2 * ends)
     sync = data_parallel(shape, device, p, full, micros, slots)
