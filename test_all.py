@@ -12325,7 +12325,8 @@ def random_schema(rng: random.Random, depth: int = 3) -> Any:
         more = {"additionalProperties": some()} if rng.random() < 0.3 else {}
         return {"type": "object", "properties": members, "required": required} | more
     if kind == "array":
-        return {"type": "array", "items": some(), "minItems": rng.randrange(3)}
+        first = {"prefixItems": [some(), some()]} if rng.random() < 0.3 else {}
+        return {"type": "array", "items": some(), "minItems": rng.randrange(3)} | first
     if kind == "odd":
         junk = rng.choice([None, -1, "a", [], {}, [{}], 1e999, ["a", []], {"a": 5}, [[]], "\ud800"])
         return {
@@ -12392,12 +12393,52 @@ def test_structured_texts_of_random_schemas_are_valid():
             assert validator.is_valid(json.loads(text)), (schema, text)
 
 
+def test_structured_tuples_are_the_arrays_that_jsonschema_accepts():
+    """prefixItems with items, minItems and maxItems or without: of all arrays of up to four values
+    those match that the jsonschema package accepts."""
+    jsonschema = pytest.importorskip("jsonschema")
+    one, two = {"prefixItems": [{"const": 1}]}, {"prefixItems": [{"const": 1}, {"const": "a"}]}
+    never = {"prefixItems": [{"const": 1}, False, {"const": 1}]}
+    arrays = [[*x] for n in range(5) for x in product([1, "a"], repeat=n)]
+    n_schemas = 0
+    for base, items, low, high in product(
+        (one, two, never), (None, False, {"const": "a"}), (None, 0, 1, 2, 3), (None, 0, 1, 2, 3)
+    ):
+        more = {"items": items, "minItems": low, "maxItems": high}
+        schema = {"type": "array"} | base | {k: v for k, v in more.items() if v is not None}
+        valid = [*filter(jsonschema.Draft202012Validator(schema).is_valid, arrays)]
+        try:
+            pattern = JS.pattern_of_schema(schema)
+        except ValueError as e:
+            assert not valid and re.search("allows no value|no items|and maxItems", str(e)), schema
+        else:
+            dump = partial(json.dumps, separators=(",", ":"))
+            assert [x for x in arrays if re.fullmatch(pattern, dump(x))] == valid, schema
+            n_schemas += 1
+    assert n_schemas > 60
+
+
+def test_structured_no_keyword_of_json_schema_is_ignored():
+    """Each keyword by which the jsonschema package validates is translated or refused by its name
+    and place."""
+    jsonschema = pytest.importorskip("jsonschema")
+    names = {*jsonschema.Draft202012Validator.VALIDATORS, "definitions", "nullable", "$anchor"}
+    refused = names - JS.KNOWN - {"definitions"}
+    assert {"not", "if", "patternProperties", "uniqueItems", "contains", "$anchor"} <= refused
+    assert not JS.IGNORED & {*jsonschema.Draft202012Validator.VALIDATORS}
+    for name in sorted(refused):
+        schema = {"properties": {"a": {"items": {name: {}, "title": "t"}}}}
+        with pytest.raises(ValueError, match=rf"^is not.*schema\.a\.items has {re.escape(name)}$"):
+            JS.pattern_of_schema(schema)
+
+
 SCHEMA_OF_EVERY_KEYWORD = {
     "$defs": {"b": {"type": "string", "pattern": "^a[bc]$"}}, "type": "object", "title": "t",
     "properties": {
         "s": {"$ref": "#/$defs/b"}, "n": {"type": "number", "minimum": 0, "exclusiveMaximum": 5},
         "i": {"type": ["integer", "null"], "minimum": -3, "maximum": 30},
         "a": {"type": "array", "items": {"enum": [1, "x", None]}, "minItems": 1, "maxItems": 3},
+        "p": {"type": "array", "prefixItems": [{"type": "null"}, {"const": 2}], "items": False},
         "o": {"oneOf": [{"const": "a"}, {"const": "b"}]}, "d": {"type": "string", "format": "date"},
         "l": {"allOf": [{"type": "string"}, {"minLength": 1, "maxLength": 3}]},
         "y": {"anyOf": [{"type": "boolean"}, {"type": "object", "additionalProperties": False}]},
@@ -12417,7 +12458,7 @@ def test_structured_a_hostile_value_anywhere_is_a_value_error():
     rng, base, n_accepted = random.Random(5), SCHEMA_OF_EVERY_KEYWORD, 0
     places = [path for path in paths_of(base) if path]
     keywords = sorted(JS.IGNORED | {path[-1] for path in places if isinstance(path[-1], str)})
-    keywords += ["not", "prefixItems", "multipleOf", "patternProperties"]
+    keywords += ["not", "multipleOf", "patternProperties"]
     changes = [[(path, x)] for path in places for x in HOSTILE_SCHEMAS]
     for _ in range(700):
         path, other = rng.choice(places), rng.choice(places)
@@ -12787,6 +12828,11 @@ for what, call, words in (
             ({"enum": [math.nan]}, "not a JSON number"),
             ({"const": {"a": [math.inf]}}, "not a JSON number"),
             ({"type": "array", "items": False, "minItems": 1}, "minItems, but no items"),
+            ({"prefixItems": {}}, "has prefixItems {}"),
+            ({"prefixItems": [{"if": {}}]}, r"schema.prefixItems\[0\] has if"),
+            ({"allOf": [{"prefixItems": [{}]}, {"items": {}}]}, "items in another schema"),
+            ({"items": {}, "anyOf": [{"prefixItems": [{}]}]}, "items in another schema"),
+            ({"properties": {"a": {"$id": "b", "$ref": "#/$defs/c"}}}, "schema.a has \\$id"),
         )
     ),
 ):

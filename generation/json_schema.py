@@ -45,7 +45,7 @@ FORMATS = {"date": DATE, "time": TIME, "date-time": f"{DATE}T{TIME}", "uuid": UU
 BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 KEYWORDS = {  # of each type; a schema without a type has each that one of its keywords is of
     "object": {"properties", "required", "additionalProperties"},
-    "array": {"items", "minItems", "maxItems"},
+    "array": {"items", "prefixItems", "minItems", "maxItems"},
     "string": {"minLength", "maxLength", "pattern", "format"},
     "integer": BOUNDS,
     "number": BOUNDS,
@@ -145,6 +145,7 @@ class _Translator:
         _check(isinstance(schema, dict), where, f"must be an object, not {schema!r}")
         others = schema.keys() - IGNORED - KNOWN
         _check(not others, where, f"has {_names(others)}")
+        _check("$id" not in schema or schema is self.root, where, "has $id")  # the base of $refs
         found = [(_plain(schema, where), refs)]
         for keyword in (k for k in COMBINED if k in schema):
             parts, at = schema[keyword], f"{where}.{keyword}"
@@ -290,12 +291,33 @@ class _Translator:
 
     def _array(self, schema: Schema, where: str, refs: tuple[str, ...], kind: str) -> str:
         low, _, high = _quantifier(schema, "Items", where).strip("*{}").partition(",")
-        items = schema.get("items", True)
+        prefix, items = schema.get("prefixItems", []), schema.get("items", True)
+        _check(isinstance(prefix, list), where, f"has prefixItems {prefix!r}")
+        if prefix:
+            return self._tuple(schema, where, refs, int(low), int(high) if high else math.inf)
         _check(items is not False or low == "0", where, "has minItems, but no items")
         if items is False or high == "0":
             return r"\[\]"
         items = self.pattern(items, f"{where}.items", refs)
         return rf"\[{_sequence(items, int(low or 0), high)}\]"
+
+    def _tuple(
+        self, schema: Schema, where: str, refs: tuple[str, ...], low: int, high: float
+    ) -> str:
+        """An array of low to high items, of which the first are those of prefixItems."""
+        each, n, text = schema["prefixItems"], len(schema["prefixItems"]), ""  # text: of the rest
+        if high > n:
+            item = self.pattern(schema.get("items", True), f"{where}.items", refs, optional=True)
+            _check(item or low <= n, where, "has minItems, but no items")
+            most = "" if high == math.inf else high - n
+            text = f"(?:,{item}){{{max(0, low - n)},{most}}}" if item else ""
+        for i in reversed(range(min(n, high))):
+            at = f"{where}.prefixItems[{i}]"
+            item = self.pattern(each[i], at, refs, optional=low <= i)
+            text = f"{',' * (i > 0)}{item}{text}" if item else ""
+            text = f"(?:{text})?" if low <= i and text else text
+            _check(len(text) < MAX_PATTERN, where, "is too large")
+        return rf"\[{text}\]"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -344,6 +366,9 @@ def _members(schema: Schema, where: str) -> dict[str, Any]:
 
 def _merge(a: Schema, b: Schema, where: str) -> Schema | None:
     """A schema that is valid where both are; None if nothing is."""
+    for x, y in ((a, b), (b, a)):
+        ok = "prefixItems" not in x or "items" not in y or "prefixItems" in y
+        _check(ok, where, "has prefixItems, and items in another schema")
     merged = a | b
     for key in sorted(a.keys() & b.keys() - {"properties", "additionalProperties"}):
         x, y = a[key], b[key]

@@ -9,9 +9,9 @@ reads, and for what it adds to them, as 'x' * n and center(n) do. For that the s
 changed, and nothing is evaluated while it is compiled. Units are counts, so that the outcome does
 not depend on the machine: at most a few seconds and a few hundred megabytes.
 
-Cost: 30 to 60 us for a conversation of 4 messages, which take 25 us without limits. When it loses: a template whose work grows with the
-square of the conversation's length, from some thousand messages on. Equivalence (test_all.py): the
-text that transformers renders. Needs: jinja2.
+Cost: 30 to 60 us for a conversation of 4 messages, which takes 25 us without limits. When it loses:
+a template whose work grows with the square of the conversation's length, from some thousand
+messages on. Equivalence (test_all.py): the text that transformers renders. Needs: jinja2.
 """
 
 from __future__ import annotations
