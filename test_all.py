@@ -7922,6 +7922,22 @@ for k in (0, 1, 3, 8):
     SPEC_PHASES[f"at most {k}"] = [(2, 1.0, 1.0, (20e-3, 1e-5, 1e-7), 300, 0.85 * k, k)]
 
 
+def test_spec_policy_of_rank_0_chooses_as_the_one_that_it_wraps():
+    """Every measurement reaches the wrapped policy, a copy too."""
+    alone, copied = DK.Goodput(3), copy.copy(RANKS.Rank0Policy(DK.Goodput(3)))
+    for policy in (alone, copied):
+        policy.seen = [policy.choose([1, 2])]
+        for k in (0, 3, 3, 0):
+            policy.observe([1, 2], [k, k], [k, 0], 2 + 2 * k, 1 + 0.1 * k, 0.01 * k)
+            policy.seen.append(policy.choose([1, 2]))
+        policy.forget(1)
+        policy.seen.append(policy.choose([1, 2]))
+    assert alone.seen == copied.seen and len({*map(tuple, alone.seen)}) > 1
+    trees = MagicMock()
+    RANKS.Rank0Policy(trees).observe_tree([1], "tree", "paths", 2.0, 0.1)
+    trees.observe_tree.assert_called_once_with([1], "tree", "paths", 2.0, 0.1)
+
+
 @pytest.mark.parametrize("name", SPEC_PHASES)
 def test_spec_goodput_follows_the_conditions(name):
     """k falls where drafts are rejected or tokens make a step expensive, and rises again where not,

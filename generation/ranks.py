@@ -139,5 +139,11 @@ class Rank0Policy:
     def choose_tree(self, rows: Sequence[Any]) -> Any:
         return broadcast_object(self.policy.choose_tree(rows))
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.policy, name)
+    def observe(self, *step: Any) -> None:
+        self.policy.observe(*step)
+
+    def observe_tree(self, *step: Any) -> None:
+        self.policy.observe_tree(*step)
+
+    def forget(self, row: Any) -> None:
+        self.policy.forget(row)
