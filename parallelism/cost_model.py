@@ -13,6 +13,9 @@ config.json also torch.
 
 from __future__ import annotations
 
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("run: python -m parallelism.planner")
+
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
