@@ -9584,7 +9584,7 @@ READING_MISTAKES = [  # what is replaced by what, what is reported
     ("`test_attention_chunked_memory`", "", "names no function or no test"),
     ("parallelism/async_tp.py splits", "parallelism/async.py splits", "no file parallelism/async"),
     ("| Cross attention |", "| Sparse attention |", "repeated: | Sparse attention"),
-    ("257 papers", "258 papers", "257 sources, and not"),
+    ("259 papers", "258 papers", "259 sources, and not"),
 ]
 
 
