@@ -24441,7 +24441,7 @@ def test_adapters_over_http(tmp_path):
     shelf = tmp_path / "shelf"
     (shelf / "empty").mkdir(parents=True)
     shutil.copytree(folder, shelf / "a")
-    for name in ("fifo", "link", "huge", "deep", "alpha", "b"):
+    for name in ("fifo", "link", "huge", "deep", "alpha", "b", "inner"):
         shutil.copytree(folder, shelf / name)
     (shelf / "fifo" / LO.WEIGHTS).unlink()
     os.mkfifo(shelf / "fifo" / LO.WEIGHTS)
@@ -24452,7 +24452,9 @@ def test_adapters_over_http(tmp_path):
     config = json.loads((folder / LO.CONFIG).read_text())
     (shelf / "alpha" / LO.CONFIG).write_text(json.dumps(config | {"lora_alpha": 1e308}))
     (shelf / "up").symlink_to(outside)
-    elsewhere = f"{outside} ../outside up link /etc /etc/passwd /home/alice/.ssh nothing"
+    (shelf / "inner" / "additional_chat_templates").mkdir()
+    (shelf / "inner" / "additional_chat_templates" / "x.jinja").symlink_to(outside / LO.CONFIG)
+    elsewhere = f"{outside} ../outside up link inner /etc /etc/passwd /home/alice/.ssh nothing"
     elsewhere += f" b/{LO.CONFIG}"
     answers = set()
     with http_server(model, tokenizer, engine=dict(adapters=pool)) as (server, url):

@@ -46,7 +46,9 @@ class RuntimeAdapters:
         try:
             folder = os.path.realpath(os.path.join(root, path))
             # a cache of the Hugging Face hub has links to files elsewhere in it
-            targets = [folder, *(os.path.realpath(f.path) for f in os.scandir(folder))]
+            files = [f.path for f in os.scandir(folder)]
+            files += Path(folder).glob("additional_chat_templates/*")
+            targets = [folder, *map(os.path.realpath, files)]
             is_inside = all(os.path.commonpath([root, target]) == root for target in targets)
         except (ValueError, OSError):  # a null byte; not there, not a folder, no permission
             is_inside = False
