@@ -30436,7 +30436,8 @@ PLANNER_CONFIGS = {  # fields of published config.json files; the parameters of 
         qk_nope_head_dim=128 v_head_dim=128 routed_scaling_factor=2 norm_topk_prob=True
         num_nextn_predict_layers=1 model_type=deepseek_v3""", 671_026_404_352),
     # not in SHAPES: biases; tied embeddings that the file does not name
-    "qwen2.5-7b": ("""hidden_size=3584 num_attention_heads=28 num_key_value_heads=4 vocab_size=152064
+    "qwen2.5-7b": ("""hidden_size=3584 num_attention_heads=28 num_key_value_heads=4
+        vocab_size=152064
         num_hidden_layers=28 intermediate_size=18944 model_type=qwen2""", 7_615_616_512),
 }  # fmt: skip
 
@@ -30463,7 +30464,8 @@ def test_planner_config_json(name, tmp_path):
 
 
 @pytest.mark.parametrize("text", [
-    "mlp_only_layers=0,2", "decoder_sparse_step=2", "decoder_sparse_step=3 tie_word_embeddings=True",
+    "mlp_only_layers=0,2", "decoder_sparse_step=2",
+    "decoder_sparse_step=3 tie_word_embeddings=True",
 ])  # fmt: skip
 def test_planner_counts_layers_without_experts(text, tmp_path):
     """Qwen3 MoE with experts in some layers has transformers' parameters."""

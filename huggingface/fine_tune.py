@@ -10,7 +10,7 @@ program (generate.py --adapter, --adapters and --models of --batch and --serve, 
     chat template   the fine-tune's own, else the base's
     EOS ids         the base's, and those that the fine-tune's files add
 
-Equivalence (test_all.py): texts and ids of the same model as one merged folder, in transformers.
+Proof (test_all.py): prompts and results of every program with and without a template of its own.
 Cost of a folder with a tokenizer: about a second for 100,000 tokens, when it is loaded.
 """
 
