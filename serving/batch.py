@@ -324,7 +324,8 @@ class RequestFile:
 
     def _request(self, values: dict[str, Any], id: Id, line: int, hash: str) -> Request:
         values = {name: value for name, value in values.items() if value is not None}
-        for name in [name for name in values if name not in FIELDS]:
+        if unknown := [name for name in values if name not in FIELDS]:
+            name = unknown[0]
             close = difflib.get_close_matches(name, FIELDS, 1)
             hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(FIELDS)}"
             raise ValueError(f"{name!r} is not a field; {hint}")
@@ -431,16 +432,16 @@ def run_batch(service: Service, requests: RequestFile, out: Path) -> tuple[str, 
 def stats_line(service: Service, seconds: float) -> str:
     """The requests run so far, as one line."""
     stats = service.engine.stats()
-    ms = lambda times, p: f"{1e3 * (percentile(times, p) or 0):.1f}"
     line = f"{stats['tokens_new'] / seconds:.1f} tok/s"
     for name, times in (("TTFT", service.ttft), ("ITL", service.itl)):
-        line += f", {name} {ms(times, 50)} ms (p99 {ms(times, 99)})"
+        p50, p99 = (1e3 * (percentile(times, p) or 0) for p in (50, 99))
+        line += f", {name} {p50:.1f} ms (p99 {p99:.1f})"
     line += f", prefix cache hit rate {stats['hit_rate']:.0%}, {stats['preemptions']} preemptions"
     return line + stored_tokens(stats)
 
 
 def stored_tokens(stats: Mapping[str, float]) -> str:
-    """What --kv-store had of the prompts."""
+    """The prompts' tokens that --kv-store had, for a line of statistics; "" if none."""
     host, disk = (stats[f"kv_store_{tier}_tokens"] for tier in ("host", "disk"))
     return f", from the KV store {host} tokens in memory, {disk} on disk" if host + disk else ""
 
@@ -487,7 +488,10 @@ def replay_metrics(
 ) -> dict[str, Any]:
     """Replay a trace; its metrics under the keys that --json prints, times in seconds."""
     scheduler = engine.scheduler
-    counts = lambda: (scheduler.n_hit_tokens, scheduler.n_admitted_tokens, scheduler.n_preempted)
+
+    def counts() -> tuple[int, int, int]:
+        return scheduler.n_hit_tokens, scheduler.n_admitted_tokens, scheduler.n_preempted
+
     before, done = counts(), replay(engine, trace, params, sync_time)
     hit_tokens, prompt_tokens, preempted = (b - a for a, b in zip(before, counts()))
 

@@ -200,7 +200,8 @@ def _sampling_params(
     stop = given.get("stop", ())
     if isinstance(stop, list) and len(stop) > MAX_STOP:
         raise APIError(400, f"stop has {len(stop)} strings; at most {MAX_STOP}", "stop")
-    for text in [stop] if isinstance(stop, str) else stop if isinstance(stop, list) else ():
+    strings = stop if isinstance(stop, list) else [stop]
+    for text in strings:
         if isinstance(text, str) and len(text) > MAX_STOP_CHARS:
             raise APIError(400, f"stop: a string has at most {MAX_STOP_CHARS} characters", "stop")
     try:
@@ -264,15 +265,19 @@ def _integer(body: Mapping[str, Any], name: str, limit: int) -> int | None:
 
 def _prompts(prompt: Any, model: Model) -> list[list[int]]:
     """A text, a list of texts, a list of token ids, or a list of those."""
-    is_ids = lambda x: isinstance(x, list) and x and all(type(i) is int for i in x)
-    prompts = [prompt] if isinstance(prompt, str) or is_ids(prompt) else prompt
+    prompts = [prompt] if isinstance(prompt, str) or _is_ids(prompt) else prompt
     if not isinstance(prompts, list) or not prompts or len(prompts) > MAX_PROMPTS:
         wanted = f"a text, a list of token ids, or up to {MAX_PROMPTS} of either"
         raise APIError(400, f"prompt must be {wanted}", "prompt")
     for one in prompts:
-        if not (isinstance(one, str) and one) and not is_ids(one):
+        if not (isinstance(one, str) and one) and not _is_ids(one):
             raise APIError(400, "prompt must be non-empty text or token ids", "prompt")
     return [encode(p, model, "prompt") if isinstance(p, str) else p for p in prompts]
+
+
+def _is_ids(value: Any) -> bool:
+    """Whether it is a list of token ids, not empty."""
+    return isinstance(value, list) and bool(value) and all(type(i) is int for i in value)
 
 
 def encode(text: str, model: Model, field: str, bos: bool = True) -> list[int]:

@@ -124,8 +124,10 @@ def draft_cache_layers(args: GenerateConfig, config: ModelConfig) -> float:
     else:
         c = checkpoint_config(path) if path.is_dir() or is_gguf(path) else read_config(path)
     heads = max(1, c.n_kv_heads // (args.tp or 1))  # `config` has this rank's heads already
-    latent = lambda c: c.kv_lora_rank + c.qk_rope_head_dim
-    width = lambda c, heads: latent(c) if c.kv_lora_rank else 2 * heads * c.head_dim
+
+    def width(c: ModelConfig, heads: int) -> int:  # of a token's cache in one layer
+        return c.kv_lora_rank + c.qk_rope_head_dim if c.kv_lora_rank else 2 * heads * c.head_dim
+
     return c.n_layers * width(c, heads) / width(config, config.n_kv_heads)
 
 
@@ -234,11 +236,11 @@ def load_models(
     groups, pool, weight = model.layer_groups, ModelPool(model), model.embed.weight
     for name, folder in args.models:
         try:
-            with as_folder(folder, packed=False) as folder:
-                check_fine_tune(args, name, folder, format)
-                own = load_fine_tune_format(args.checkpoint, format, tokenizer, folder)
+            with as_folder(folder, packed=False) as path:
+                check_fine_tune(args, name, path, format)
+                own = load_fine_tune_format(args.checkpoint, format, tokenizer, path)
                 options = dict(convert_module=pool.share)
-                new = load_checkpoint(folder, weight.device, weight.dtype, **options)
+                new = load_checkpoint(path, weight.device, weight.dtype, **options)
             new.tie()
             added = pool.add(name, optimize_for_inference_(args, new), own)
         except ValueError as e:
@@ -271,9 +273,12 @@ def check_fine_tune(args: GenerateConfig, name: str, folder: Path, format: TextF
 
 def fuse_shared_layers_(model: Transformer) -> None:
     """Let FusedLayers run the layers that all models of a pool share."""
-    differ = lambda layer: any(isinstance(module, ModulePerRow) for module in layer.modules())
+
+    def has_own_modules(layer: torch.nn.Module) -> bool:
+        return any(isinstance(module, ModulePerRow) for module in layer.modules())
+
     model.layer_groups = []
-    for different, layers in groupby(model.layers, differ):
+    for different, layers in groupby(model.layers, has_own_modules):
         model.layer_groups += layers if different else [FusedLayers([*layers])]
 
 
@@ -319,7 +324,7 @@ def batch(args: GenerateConfig) -> int:
 
 
 def run_batch_file(args: GenerateConfig, out: Path, previous_results: Results, run: str) -> int:
-    """The same, with what batch_files returns."""
+    """--batch, after the checks of batch_files, whose result the last three arguments are."""
     service = build_service(args)
     template = text_format(args, service.engine.model.config, service.tokenizer).template
     capacity, pool = service.engine.capacity, service.engine.adapters
@@ -397,9 +402,10 @@ def bench_serving(args: GenerateConfig) -> None:
         return
     engine = load_engine(args, device)
     trace = random_trace(args, args.request_rate, args.sampling_params.seed)
-    other_texts = lambda prompt: tuple((text + FRESH, n) for text, n in prompt)
-    first = trace[: 2 * args.max_num_seqs]
-    warm_up = [replace(a, arrival_time=0.0, prompt=other_texts(a.prompt)) for a in first]
+    warm_up = []
+    for arrival in trace[: 2 * args.max_num_seqs]:
+        prompt = tuple((text + FRESH, n) for text, n in arrival.prompt)
+        warm_up.append(replace(arrival, arrival_time=0.0, prompt=prompt))
     serving_batch.replay(engine, warm_up, params, broadcast_object)  # compiles and captures steps
     metrics = serving_batch.replay_metrics(engine, trace, params, broadcast_object)
     print(json.dumps(metrics) if args.json else serving_batch.summary_table(metrics))
@@ -445,8 +451,8 @@ def candidate_placements(args: GenerateConfig, config: ModelConfig) -> list[Plac
 
 def missing_for_tp(args: GenerateConfig, config: ModelConfig, tp: int) -> str:
     """What workers of tp ranks require, and these flags or this model lack; "" if nothing."""
-    for name in ("compile", "calibrate", "adapter", "offload") if tp > 1 else ():
-        if args.is_on(name):
+    for name in ("compile", "calibrate", "adapter", "offload"):
+        if tp > 1 and args.is_on(name):
             return f"no {args.shown(name)}"
     if tp > 1 and args.dummy is None and is_quantized(args.checkpoint):
         return "a checkpoint that is not quantized"
@@ -620,8 +626,8 @@ def api_keys(args: GenerateConfig) -> list[str]:
 
 
 def bind(args: GenerateConfig) -> socket.socket:
-    """A socket with the address of --serve, which does not listen before serve_engine: clients of a
-    server that is loading are refused. ValueError if the address is not free."""
+    """A socket bound to the address of --serve. serve_engine listens on it: until then, while the
+    model loads, connections are refused. ValueError if the address is not free."""
     host, port = parse_address(args)
     with address_errors(args):
         family, *_, address = min(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))

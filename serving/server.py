@@ -4,10 +4,10 @@
     POST /v1/load_lora_adapter, /v1/unload_lora_adapter    with --runtime-adapters
     GET /v1/models    POST /tokenize, /detokenize    GET /health, /metrics    GET / a page
 
-The engine runs in a thread (async_engine.py); this file is what a server owes to its clients and to
-its owner. A client that leaves is aborted, and its KV blocks are free before the next step. Queue,
-body, prompt and concurrent calls per key are bounded: what is beyond is a 4xx that says so, a full
-queue a 429 with Retry-After. The first SIGTERM drains: new calls get 503, running ones finish, up
+The engine runs in a thread (async_engine.py); here are the routes, limits and shutdown. A client
+that leaves is aborted, and its KV blocks are free before the next step. Queue, body, prompt and
+concurrent calls per key are bounded: what is beyond is a 4xx that says so, a full queue a 429 with
+Retry-After. The first SIGTERM drains: new calls get 503, running ones finish, up
 to --drain-timeout; the second ends at once. Without an API key it listens on loopback only, and its
 name in a request must be LOOPBACK's; errors contain no path and no trace, and what a client sends
 reaches the log without control characters.
@@ -109,7 +109,10 @@ class Server:
 
     def app(self) -> Starlette:
         """The ASGI application."""
-        route = lambda path, handler, method: Route(path, self._endpoint(handler), methods=[method])
+
+        def route(path: str, handler: Callable[..., Awaitable[Response]], method: str) -> Route:
+            return Route(path, self._endpoint(handler), methods=[method])
+
         routes = [
             route("/v1/completions", partial(self.generate, parse_completion), "POST"),
             route("/v1/chat/completions", partial(self.generate, parse_chat), "POST"),
@@ -146,7 +149,7 @@ class Server:
     # ---- entry of every call ----
 
     def _endpoint(self, handler: Callable[..., Awaitable[Response]]) -> Callable:
-        """Who calls, how many at once, and errors as JSON."""
+        """A handler of a route, with authentication, the limit of calls, and errors as JSON."""
 
         async def call(request: HTTPRequest) -> Response:
             try:
@@ -284,12 +287,11 @@ class Server:
         if not samples or len(seen) != len(samples) or not all(possible):
             raise APIError(404, "this stream is not kept any more; send it without Last-Event-ID")
         requests = [replace(request, samples={}) for request in earlier.call.requests]
-        call, counted = (
-            replace(earlier.call, requests=requests),
-            (earlier.n_tokens, earlier.counted),
-        )
-        previous = earlier.unfinished_outputs()
-        return Generation(self, call, key, seen, previous, *counted, earlier.continuing)
+        return Generation(
+            self, replace(earlier.call, requests=requests), key, seen,
+            previous=earlier.unfinished_outputs(), n_counted=earlier.n_tokens,
+            counted=earlier.counted, continuing=earlier.continuing,
+        )  # fmt: skip
 
     def _find(self, event: Any, key: str) -> tuple[Generation | None, list[Progress]]:
         """The generation of an event id, if it belongs to the key; tokens and characters of each
@@ -540,9 +542,12 @@ class Generation:
         return [sample for output in self.stream.outputs for sample in output.samples]
 
     def unfinished_outputs(self) -> list[Output]:
-        """A copy of its outputs, to be continued; finish reasons are found again."""
-        unfinished = lambda s: Sample([*s.token_ids], None, [*s.logprobs])
-        return [replace(o, samples=[*map(unfinished, o.samples)]) for o in self.stream.outputs]
+        """A copy of its outputs without finish reasons, to be continued."""
+        copies = []
+        for output in self.stream.outputs:
+            samples = [Sample([*s.token_ids], None, [*s.logprobs]) for s in output.samples]
+            copies.append(replace(output, samples=samples))
+        return copies
 
     def _size(self) -> int:
         """The number of token ids and characters that it has in memory."""

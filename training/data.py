@@ -117,7 +117,7 @@ def stream_documents(
     data: str | None, left_out: Callable[[str], Any] = lambda what: None
 ) -> Iterator[Document]:
     """read_documents as a generator: a folder is read file by file, JSONL line by line. left_out is
-    called with each file of a folder that is not read, and the reason."""
+    called with the name of each file of a folder that is not read, and the reason, as one text."""
     found, reasons, one_file = False, [], data is not None and Path(data).is_file()
 
     def skip(what: str) -> None:
@@ -240,10 +240,10 @@ def _jsonl(path: Path) -> Iterator[Document]:
         _check("text" in found, f'{where} is not a JSON object with a "text" field')
         kind = type(found["text"]).__name__
         _check(kind == "str", f'{where}: "text" must be a string, not {kind}')
-        for name in sorted(found.keys() & NOT_OF_TEXT):
-            raise ValueError(f'{where}: "{name}" has no meaning beside "text"; remove it')
-        if (others := found.keys() - {"text"}) and path not in _named_unread:
-            _named_unread.add(path)
+        if misplaced := found.keys() & NOT_OF_TEXT:
+            raise ValueError(f'{where}: "{min(misplaced)}" has no meaning beside "text"; remove it')
+        if (others := found.keys() - {"text"}) and path not in _warned:
+            _warned.add(path)
             names = ", ".join(sorted(others))
             print(f'{where}: only "text" is read, not {names}', file=sys.stderr)
         yield where.rpartition(" ")[2], found["text"]
@@ -295,13 +295,14 @@ def split_documents(docs: list[Document]) -> tuple[list[str], list[str]]:
 # JSONL of conversations, preferences, prompts and questions
 # --------------------------------------------------------------------------------------------------
 
-# Fields of a line that describe it and are not read; others of chats and pairs are refused
+# Fields that describe a line and are ignored; other unknown fields of chats and pairs are errors
 METADATA = frozenset(
     "id prompt_id source category url language license timestamp meta metadata score_chosen "
     "score_rejected chosen_model rejected_model".split()
 )
 NOT_OF_TEXT = frozenset("messages tools weight chosen rejected".split())
-OWN_FIELDS = {"weight", "tool_calls", "tool_call_id"}  # of messages in training alone
+# of messages in training data; parse_messages does not know them
+TRAINING_FIELDS = {"weight", "tool_calls", "tool_call_id"}
 # another role, such as "Assistant" or "gpt", would silently be no target
 ROLES = "system developer user assistant tool function ipython observation".split()
 TOOL_FIELDS = {"type": str, "function": dict}
@@ -313,7 +314,7 @@ _KINDS = {
     str: "a string", list: "a list of messages", int: "a number", float: "a number",
     dict: "an object", bool: "true or false",
 }  # fmt: skip
-_named_unread: set[Path] = set()  # files whose other fields have been named
+_warned: set[Path] = set()  # files whose fields beside "text" have been named on stderr
 
 
 def _field(where: str, found: Mapping[str, Any], name: str, *kinds: type) -> Any:
@@ -332,19 +333,19 @@ def _field(where: str, found: Mapping[str, Any], name: str, *kinds: type) -> Any
 def _messages(where: str, value: list[Any]) -> Messages:
     """Messages of OpenAI's fine-tuning format: as parse_messages has them, with "weight" and tool
     calls, whose content may be null."""
-    plain, own = [], []  # what parse_messages reads, and the other fields
+    plain, training = [], []  # what parse_messages reads, and TRAINING_FIELDS
     for i, message in enumerate(value):
         ok = isinstance(message, dict)
         _check(ok, f"{where}[{i}] must be an object with role and content")
         given = _without_nulls(message)
-        own.append({name: given.pop(name) for name in OWN_FIELDS & given.keys()})
-        content = {"content": ""} if own[-1].get("tool_calls") else {}
+        training.append({name: given.pop(name) for name in TRAINING_FIELDS & given.keys()})
+        content = {"content": ""} if training[-1].get("tool_calls") else {}
         plain.append(content | given)
     try:
         parsed = parse_messages(plain)
     except ValueError as e:
         raise ValueError(where + str(e).removeprefix("messages")) from None
-    for i, (message, fields) in enumerate(zip(parsed, own)):
+    for i, (message, fields) in enumerate(zip(parsed, training)):
         role = message["role"]
         known = ", ".join(ROLES)
         _check(role in ROLES, f"{where}[{i}].role {role!r:.40} is not known; known: {known}")
@@ -420,10 +421,11 @@ def _tools(where: str, found: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _unweighted(where: str, found: Mapping[str, Any], name: str) -> str | Messages:
-    """A field of text or messages, without weights: they are for conversations."""
+    """A field that is text or messages; "weight" is for conversations alone."""
     text = _field(where, found, name, str, list)
-    for i, message in enumerate(text if isinstance(text, list) else ()):
-        _check("weight" not in message, f"{where}: {name}[{i}].weight is for --task sft")
+    if isinstance(text, list):
+        for i, message in enumerate(text):
+            _check("weight" not in message, f"{where}: {name}[{i}].weight is for --task sft")
     return text
 
 
@@ -444,9 +446,9 @@ def _read_items(
     items, names = [], " and ".join(f'"{name}"' for name in fields if name != "tools")
     for where, found in json_objects(path, names):
         items.append(parse(where, found))
-        for name in sorted(found.keys() - {*fields, *METADATA}):
+        if unknown := found.keys() - {*fields, *METADATA}:
             known = ", ".join(fields)
-            raise ValueError(f'{where}: unknown field "{name}" (known: {known}); remove it')
+            raise ValueError(f'{where}: unknown field "{min(unknown)}" (known: {known}); remove it')
     _check(items, f"{path}: holds no {what}")
     return items
 
@@ -516,7 +518,8 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
     try:
         with open(tmp, "wb") as f:
             yield f
-            f.flush(), os.fsync(f.fileno())
+            f.flush()
+            os.fsync(f.fileno())
         os.replace(tmp, path)
     except OSError as e:
         raise OSError(f"{path}: cannot be written ({e.strerror or e})") from None

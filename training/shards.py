@@ -234,8 +234,9 @@ def _encode_chunk(encode: BatchEncode, chunk: list[Document]) -> list[bytearray]
     try:
         encoded = encode([text for _, text in chunk])
     except Exception as e:  # an encoder may raise anything
-        for document in chunk if len(chunk) > 1 else ():
-            _encode_chunk(encode, [document])  # find the document that fails
+        if len(chunk) > 1:
+            for document in chunk:  # find the one that fails: this raises
+                _encode_chunk(encode, [document])
         names = " to ".join(dict.fromkeys((chunk[0][0], chunk[-1][0])))
         why = f"cannot be tokenized ({type(e).__name__}: {e})"
         raise ValueError(f"document {names}: {why}; fix it or remove it") from None
@@ -311,10 +312,13 @@ class Shards:
         self.verified: set[int] = set()  # shards whose content this process has checked
         self.row_offsets = [0]  # index of the first row of each shard, and of the next one
         required = json.loads(json.dumps(dict(about or {})))
-        actual = lambda: _read_json(self.folder / ABOUT) or {}
-        ready = lambda: actual() and actual() | required == actual()
-        self._wait(ready, "was made from other data or settings")
-        self.width = actual()["seq_len"] + 1
+
+        def has_required() -> bool:
+            actual = _read_json(self.folder / ABOUT)
+            return actual is not None and actual | required == actual
+
+        self._wait(has_required, "was made from other data or settings")
+        self.width = _read_json(self.folder / ABOUT)["seq_len"] + 1
         self._refresh()
 
     def _wait(self, ready: Callable[[], bool], what: str = "is not finished") -> None:
@@ -382,13 +386,17 @@ class Shards:
         """The range of rows shuffled together with row i in the first epoch; None past the end.
         Waits until all of them are written."""
         n = self.block_shards
-        first = lambda: self._shard(i) // n * n
-        exists = lambda: self._shard(i) is not None
-        self._wait(lambda: (exists() and first() + n < len(self.row_offsets)) or self.finished)
-        if not exists():
+
+        def is_written() -> bool:
+            shard = self._shard(i)
+            return shard is not None and shard // n * n + n < len(self.row_offsets)
+
+        self._wait(lambda: is_written() or self.finished)
+        if (shard := self._shard(i)) is None:
             return None
-        last = min(first() + n, len(self.maps))
-        return range(self.row_offsets[first()], self.row_offsets[last])
+        first = shard // n * n
+        last = min(first + n, len(self.maps))
+        return range(self.row_offsets[first], self.row_offsets[last])
 
 
 DECIMAL = re.compile(r"\d+(\.\d*)?|\.\d+", re.ASCII)
