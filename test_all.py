@@ -152,7 +152,8 @@ from generation import kv_history as KVH, kv_select as KS, load as LOAD, perplex
 from generation import plot_decode as PLOT, program_examples as EXAMPLES, programs as PR
 from generation import prompt as PROMPT
 from generation import ranks as RANKS, ratings as RATE, sampling as S
-from generation import stream as STREAM, structured as GR, values as VALUES
+from generation import schema_merging as SCHEMA_MERGING, stream as STREAM, structured as GR
+from generation import values as VALUES
 from huggingface import convert as CONVERT, fine_tune as FINE_TUNE, gguf_tokenizer as GT
 from huggingface import tokenizer as K, weights as HF
 from huggingface.chat_template import ChatTemplate, load_chat_template
@@ -12045,7 +12046,7 @@ REFUSED |= {"evaluate: no lines": (question_file("\n"), "holds no questions")}
 
 
 # --------------------------------------------------------------------------------------------------
-# structured.py and json_schema.py
+# structured.py, json_schema.py and schema_merging.py
 # --------------------------------------------------------------------------------------------------
 
 
@@ -12346,7 +12347,7 @@ def random_schema(rng: random.Random, depth: int = 3) -> Any:
     if kind == "odd":
         junk = rng.choice([None, -1, "a", [], {}, [{}], 1e999, ["a", []], {"a": 5}, [[]], "\ud800"])
         return {
-            rng.choice(sorted(JS.KNOWN | {"not", "if", "$defs"})): junk,
+            rng.choice(sorted(SCHEMA_MERGING.KNOWN | {"not", "if", "$defs"})): junk,
             "type": rng.choice(["object", [{}], junk]),
         }
     return {kind: [some() for _ in range(rng.randrange(1, 4))]}
@@ -12439,9 +12440,9 @@ def test_structured_no_keyword_of_json_schema_is_ignored():
     and place."""
     jsonschema = pytest.importorskip("jsonschema")
     names = {*jsonschema.Draft202012Validator.VALIDATORS, "definitions", "nullable", "$anchor"}
-    refused = names - JS.KNOWN - {"definitions"}
+    refused = names - SCHEMA_MERGING.KNOWN - {"definitions"}
     assert {"not", "if", "patternProperties", "uniqueItems", "contains", "$anchor"} <= refused
-    assert not JS.IGNORED & {*jsonschema.Draft202012Validator.VALIDATORS}
+    assert not SCHEMA_MERGING.IGNORED & {*jsonschema.Draft202012Validator.VALIDATORS}
     for name in sorted(refused):
         schema = {"properties": {"a": {"items": {name: {}, "title": "t"}}}}
         with pytest.raises(ValueError, match=rf"^is not.*schema\.a\.items has {re.escape(name)}$"):
@@ -12473,7 +12474,9 @@ def test_structured_a_hostile_value_anywhere_is_a_value_error():
     or ValueError with few words."""
     rng, base, n_accepted = random.Random(5), SCHEMA_OF_EVERY_KEYWORD, 0
     places = [path for path in paths_of(base) if path]
-    keywords = sorted(JS.IGNORED | {path[-1] for path in places if isinstance(path[-1], str)})
+    keywords = sorted(
+        SCHEMA_MERGING.IGNORED | {path[-1] for path in places if isinstance(path[-1], str)}
+    )
     keywords += ["not", "multipleOf", "patternProperties"]
     changes = [[(path, x)] for path in places for x in HOSTILE_SCHEMAS]
     for _ in range(700):
