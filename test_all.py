@@ -3596,7 +3596,8 @@ def test_attention_decode_fixed_max_falls_back_where_outliers_are(dtype, monkeyp
         got = attend(q, k, v, fixed_max=0.5)
         assert sorted(seen) == [(split, 0, 1) for split in splits for _ in range(2)]
         close(got, A.attention_reference(*(x.double() for x in (q, k, v))), TOLERANCE[dtype])
-        without = without if sign else got
+        if not sign:
+            without = got
         assert (got != without).any(-1).nonzero().tolist() == ([[1, 0, 1]] if sign else [])
     if dtype == torch.float32:  # the values of a split overflow, not its scores
         v[1, 70, 0], k[..., 0] = 1e38, 0
@@ -12182,6 +12183,7 @@ SCHEMA_TEXTS = [  # a schema, texts that are valid JSON under it, and others
     ({"anyOf": [{"type": "null"}, {"$ref": "#/$defs/x"}], "$defs": {"x": {"const": 3}}},
      ["null", "3"], ["33", ""]),
     ({"items": False}, ["[]"], ["[1]"]),
+    ({"items": {"allOf": [{"type": "null"}, {"type": "string"}]}}, ["[]"], ["[null]", '[""]']),
     ({"items": {"items": {"const": 1}}}, ["[]", "[[]]", "[[1,1],[]]"], ["[1]", "[[],]", "[[1 1]]"]),
     ({"additionalProperties": False}, ["{}"], ['{"a":1}']),
     ({"additionalProperties": {"type": "null"}}, ["{}", '{"a":null,"b":null}'], ['{"a":1}', "{,}"]),
@@ -12836,11 +12838,19 @@ for what, call, words in (
             ({"type": "string", "format": "email"}, "format 'email'"),
             ({"type": "string", "minLength": 3, "maxLength": 2}, "minLength 3 and maxLength 2"),
             ({"properties": {}, "required": ["a"]}, "requires"),
+            *(
+                ({"oneOf": [pet("a", required), pet("b", [])]}, r"oneOf\[0\] has required")
+                for required in ([{}], 5, None, "kind")
+            ),
             ({"properties": {"a": {"allOf": []}}}, "schema.a has an empty allOf"),
             ({"properties": {"a": {"$ref": "#"}}}, "recursive"),
             ({"properties": {f"p{i}": {"type": "null"} for i in range(3000)}}, "is too large"),
             ({"anyOf": [{"$ref": "#"}]}, "recursive"),
             ({"$ref": "#/$defs/y"}, "nothing"),
+            *(
+                ({"allOf": [{}, {"$ref": f"#/allOf/{index}"}]}, "refers to nothing here")
+                for index in ("2", "00", "-1", "\u0660", "9" * 5000)
+            ),
             ({"enum": []}, "empty enum"),
             ({"type": "integer", "enum": [1, "no"]}, "'no', which does not have its type"),
             ({"type": ["string", "null"], "const": True}, "True, which does not have its type"),

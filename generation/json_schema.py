@@ -162,9 +162,7 @@ class _Translator:
 
     def _object(self, schema: Schema, where: str, refs: tuple[str, ...], kind: str) -> str:
         members, required = members_of_schema(schema, where), schema.get("required", [])
-        ok = isinstance(required, list)
-        ok = ok and all(isinstance(name, str) and name in members for name in required)
-        check(ok, where, "requires what is not in its properties")
+        check({*required} <= members.keys(), where, "requires what is not in its properties")
         if not members:
             more = schema.get("additionalProperties", True)
             value = self.pattern(more, f"{where}.additionalProperties", refs, optional=True)
@@ -187,11 +185,9 @@ class _Translator:
         check(isinstance(prefix, list), where, f"has prefixItems {prefix!r}")
         if prefix:
             return self._tuple(schema, where, refs, int(low), int(high) if high else math.inf)
-        check(items is not False or low == "0", where, "has minItems, but no items")
-        if items is False or high == "0":
-            return r"\[\]"
-        items = self.pattern(items, f"{where}.items", refs)
-        return rf"\[{_sequence(items, int(low or 0), high)}\]"
+        item = "" if high == "0" else self.pattern(items, f"{where}.items", refs, optional=True)
+        check(item or low == "0", where, "has minItems, but no items")
+        return rf"\[{_sequence(item, int(low), high)}\]" if item else r"\[\]"
 
     def _tuple(
         self, schema: Schema, where: str, refs: tuple[str, ...], low: int, high: float

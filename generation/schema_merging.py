@@ -23,6 +23,7 @@ if __name__ == "__main__":
     raise SystemExit("this is a part of generate.py; run: python generate.py --json-schema FILE")
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import combinations, count, product
@@ -144,11 +145,12 @@ class Merger:
         target, names = self.root, ref.split("/") if isinstance(ref, str) else [ref]
         for name in names[1:]:  # RFC 6901
             name = unquote(name).replace("~1", "/").replace("~0", "~")
-            if isinstance(target, list) and name.isdecimal() and int(name) < len(target):
-                target = target[int(name)]
+            if isinstance(target, list):
+                is_index = re.fullmatch("0|[1-9][0-9]{0,8}", name) and int(name) < len(target)
+                target = target[int(name)] if is_index else None
             else:
                 target = target.get(name) if isinstance(target, dict) else None
-        check(names[0] == "#" and target is not None, where, f"has $ref {ref!r} to nothing here")
+        check(names[0] == "#" and target is not None, where, f"refers to nothing here: $ref {ref!r}")
         return target
 
 
@@ -163,6 +165,9 @@ def _plain(schema: Schema, where: str) -> Schema:
         check(plain is not None, where, "has a const that is not in its enum")
     types_of_schema(plain, where)
     members_of_schema(plain, where)
+    required = plain.get("required", [])
+    ok = isinstance(required, list) and all(isinstance(name, str) for name in required)
+    check(ok, where, f"has required {required!r}")
     return plain
 
 
@@ -210,9 +215,6 @@ def _merge(a: Schema, b: Schema, where: str) -> Schema | None:
             known = {*map(canonical, y)}
             merged[key] = [value for value in x if canonical(value) in known]
         elif key == "required":
-            check(
-                isinstance(x, list) and isinstance(y, list), where, "has required that is no list"
-            )
             merged[key] = [*x, *(name for name in y if name not in x)]
         elif key in BOUNDS or key[:3] in ("min", "max"):
             ok = type(x) in (int, float) and type(y) in (int, float)
