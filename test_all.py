@@ -13936,6 +13936,35 @@ def test_traces_written_and_read_are_equal(tmp_path):
     assert number.n_prompt == 7 and number.client == "x" and number.output_id != batch.output_id
 
 
+def test_traces_of_two_writers_do_not_mix(tmp_path):
+    """While one writes a file another one replaces it, and one that fails leaves it as it was; each
+    is the whole trace of one writer. A pipe is written directly."""
+    path, (a, b) = tmp_path / "trace.jsonl", ([*TR.generate(f"random:n={n}")] for n in (900, 700))
+
+    def first():
+        yield from a[:500]
+        TR.write_trace(path, b)
+        assert [*TR.read_trace(path)] == b
+        yield from a[500:]
+
+    def fails():
+        yield a[0]
+        raise ValueError("a row")
+
+    # the second writer is another process
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TR.os, "getpid", count(10**6).__next__)
+        TR.write_trace(path, first())
+        with pytest.raises(ValueError, match="a row"):
+            TR.write_trace(path, fails())
+    assert [*TR.read_trace(path)] == a and [*tmp_path.iterdir()] == [path]
+    os.mkfifo(pipe := tmp_path / "pipe")
+    with ThreadPoolExecutor() as pool:
+        read = pool.submit(pipe.read_text)
+        TR.write_trace(pipe, a)
+        assert read.result(60) == path.read_text()
+
+
 def test_traces_are_described_and_kept_by_the_command(tmp_path):
     """python serving/traces.py prints the size of a trace and writes it; a mistake is one line."""
     done = run(FILES["traces"], TRACES["rag"], tmp_path / "out.jsonl", "3")
@@ -23854,6 +23883,34 @@ def test_finetune_flag_trains_while_it_serves(tmp_path, monkeypatch):
         assert about["base_model_name_or_path"] == str(SMALL)
         adapted = run_generate("def f(", "--adapter", tmp_path / name, "--max-new-tokens", 2)
         assert adapted.code == 0, adapted.err
+
+
+def test_finetune_output_has_one_writer_and_is_not_overwritten(tmp_path, monkeypatch):
+    """A second job is refused while the first one runs, with its process, and when it has saved; so
+    is the folder of a run. A job that was killed before it saved leaves nothing in the way."""
+    monkeypatch.setattr(WL, "time", SimpleNamespace(sleep=lambda s: None, strftime=time.strftime))
+    out, path = tmp_path / "out", tmp_path / "job.json"
+    values = asdict(finetune_job(out, steps=1, alpha=6.0)) | {"data": [f"{REPO}/pytest.ini"]}
+    path.write_text(json.dumps(values))
+    engine = P.Engine(HF.load_checkpoint(SMALL), num_blocks=9)
+    service = SimpleNamespace(engine=engine, tokenizer=K.load_tokenizer(SMALL), eos=(2,))
+    start = lambda: finetune.start(path, service, SMALL)
+    out.mkdir()
+    (out / WL.LOCK).write_text("pid 1 on a machine of the past")
+    tuner = start()
+    with pytest.raises(ValueError, match=f"out {out}: another process .*pid {os.getpid()} on"):
+        start()
+    assert not [*out.glob("*.safetensors")]
+    while not tuner.finished:
+        tuner(64)
+    saved = (out / LO.WEIGHTS).read_bytes()
+    with pytest.raises(ValueError, match=f"out {out}: holds {LO.WEIGHTS} already"):
+        start()
+    assert (out / LO.WEIGHTS).read_bytes() == saved and not WL.has_writer(out)
+    (tmp_path / "run" / SD.CHECKPOINTS).mkdir(parents=True)
+    path.write_text(json.dumps(values | {"out": f"{tmp_path}/run"}))
+    with pytest.raises(ValueError, match="run: holds checkpoints already"):
+        start()
 
 
 REFUSED["finetune: fp16"] = (

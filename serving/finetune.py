@@ -3,7 +3,8 @@
     python generate.py --serve --checkpoint DIR --finetune JOB.json       also with --batch
 
 JOB.json is {"data": ["notes.txt"], "out": "runs/notes"} and, optionally, other fields of
-FinetuneJob. The adapter is written to `out` in PEFT's format; requests see the base model.
+FinetuneJob. The adapter is written to `out` in PEFT's format; requests see the base model. `out` is
+a folder without a model or adapter: a job is not resumed. One process writes it at a time.
 
 A step of continuous batching has a budget of tokens (--max-num-batched-tokens), which bounds its
 time, and requests seldom use all of it: decoding needs one token each. FlexLLM (Miao et al.,
@@ -32,6 +33,7 @@ if __name__ == "__main__":
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -46,7 +48,9 @@ from model import Transformer, dense_attention
 from training.data import delimit, document_delimiters, get_batch, read_documents
 from training.lora import adapter_parameters, apply_lora_, save_adapters
 from training.optimizers import learning_rate
+from training.state import CHECKPOINTS
 from training.token_windows import TokenWindows
+from training.writer_lock import writer_lock
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,7 @@ class FineTuner:
             few = f"{len(tokens)} tokens of data are too few for seq_len {job.seq_len}"
             raise ValueError(f"--finetune: {few}; give more text, or reduce seq_len")
         self.model, self.job, self.tokens = with_adapters(model, job), job, tokens
-        self.base = base
+        self.base, self.lock = base, ExitStack()  # of job.out, released by save()
         self.parameters = [*adapter_parameters(self.model).values()]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=job.lr, betas=(0.9, 0.95))
         self.device, self.updates, self.losses = model.embed.weight.device, 0, []
@@ -194,7 +198,8 @@ class FineTuner:
     def save(self) -> None:
         """Write the adapter; say how far it got."""
         names = hf_modules(self.model)
-        save_adapters(self.model, self.job.out, self.base, names.__getitem__)
+        with self.lock:
+            save_adapters(self.model, self.job.out, self.base, names.__getitem__)
         last = f", loss {self.losses[-1]:.3f}" if self.losses else ""
         text = f"[fine-tuning] {self.updates} of {self.job.steps} steps{last}; {self.job.out}"
         print(text, file=sys.stderr, flush=True)
@@ -212,6 +217,15 @@ def training_tokens(job: FinetuneJob, tokenizer: Tokenizer, eos: tuple[int, ...]
     return torch.tensor(ids)
 
 
+def lock_output(out: Path, lock: ExitStack) -> None:
+    """Make and lock the folder of the adapter. ValueError if it holds results."""
+    out.mkdir(parents=True, exist_ok=True)
+    lock.enter_context(writer_lock(out))
+    found = [*out.glob("*.safetensors"), *out.glob(CHECKPOINTS)]
+    if found:
+        raise ValueError(f"{out}: holds {found[0].name} already; name another folder")
+
+
 def start(path: Path, service: Any, base: Path) -> FineTuner:
     """Let the Engine of a service (serving/batch.py) fine-tune in the background. base: the folder
     of its model, which the adapter names."""
@@ -220,12 +234,16 @@ def start(path: Path, service: Any, base: Path) -> FineTuner:
     if job.window > most:
         text = f"window {job.window} exceeds --max-num-batched-tokens {most}"
         raise ValueError(f"--finetune {path}: {text}")
-    try:
-        Path(job.out).mkdir(parents=True, exist_ok=True)  # now, not after the last step
-    except OSError as e:
-        raise ValueError(f"--finetune {path}: out {job.out}: {e.strerror}") from None
-    tokens = training_tokens(job, service.tokenizer, tuple(service.eos))
-    tuner = FineTuner(engine.model, job, tokens, str(base))
+    with ExitStack() as lock:
+        try:
+            lock_output(Path(job.out), lock)  # now, not after the last step
+        except OSError as e:
+            raise ValueError(f"--finetune {path}: out {job.out}: {e.strerror}") from None
+        except ValueError as e:
+            raise ValueError(f"--finetune {path}: out {e}") from None
+        tokens = training_tokens(job, service.tokenizer, tuple(service.eos))
+        tuner = FineTuner(engine.model, job, tokens, str(base))
+        tuner.lock = lock.pop_all()
 
     def background(budget: int) -> None:
         try:

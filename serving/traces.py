@@ -48,6 +48,7 @@ import heapq
 import inspect
 import json
 import math
+import os
 import random
 import re
 import sys
@@ -478,7 +479,20 @@ def _read_json(path: Path, file: TextIO) -> Iterator[tuple[int, str, Arrival]]:
 
 
 def write_trace(path: Path, arrivals: Iterable[Arrival]) -> None:
-    """Write a trace as JSONL; read_trace gives equal Arrivals."""
+    """Write a trace as JSONL; read_trace gives equal Arrivals. A file is replaced when the trace is
+    complete: of two processes that write it, the trace of the last one remains."""
+    is_file = path.is_file() or not path.exists()  # not a device or pipe
+    target = path.with_name(f".{path.name}.{os.getpid()}.tmp") if is_file else path
+    try:
+        _write_rows(target, arrivals)
+        if is_file:
+            os.replace(target, path)
+    finally:
+        if is_file:
+            target.unlink(missing_ok=True)
+
+
+def _write_rows(path: Path, arrivals: Iterable[Arrival]) -> None:
     with open(path, "w", encoding="utf-8") as file:
         for a in arrivals:
             values = dict(arrival_time=a.arrival_time, prompt_tokens=a.prompt)
