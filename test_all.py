@@ -826,7 +826,8 @@ def test_diloco_store_listens_at_its_address_alone():
 
 def test_ranks_wait_for_rank_0_without_a_timeout(tmp_path):
     """Rank 0's work may take longer than the timeout of the process group, here a millisecond; its
-    errors are raised on all ranks; if its process ends, the others fail at once."""
+    errors are raised on all ranks; if its process ends, the others fail at once. Inputs that must
+    be the same are compared on all, and an error of any rank in reading them is raised on all."""
     wait = partial(time.sleep, 0.3)
 
     def fails():
@@ -840,14 +841,25 @@ def test_ranks_wait_for_rank_0_without_a_timeout(tmp_path):
             DIST_ENV.rank0_first(env, fails)
         return done
 
+    def inputs(env):
+        same = lambda work: DIST_ENV.same_on_all_ranks(env, work)
+        same(lambda: {"--lr": 1e-3, "--data": "a"})
+        with pytest.raises(
+            ValueError, match="^--data is b1 on rank 1, but b0 on rank 0; start all"
+        ):
+            same(lambda: {"--lr": 1e-3, "--data": f"b{env.rank}"})
+        with pytest.raises(OSError, match="no space left"):
+            same(fails if env.rank == 1 else lambda: {"--data": "a"})
+        return env.rank
+
     def dies(env):
         wait_and_end = lambda: (wait(), os._exit(1))
         with pytest.raises(ConnectionError, match="rank 0 has ended"):
             DIST_ENV.rank0_first(env, wait_and_end)
         (env.folder / "noticed").touch()
 
-    results = run_on_ranks(tmp_path, {"work": work, "dies": dies}, world=2)
-    assert results["work"] == [[0], []]
+    results = run_on_ranks(tmp_path, {"work": work, "inputs": inputs, "dies": dies}, world=2)
+    assert results["work"] == [[0], []] and results["inputs"] == [0, 1]
     assert "rank 0" in results.errors["dies"] and [*tmp_path.rglob("noticed")]
 
 
@@ -21919,6 +21931,62 @@ def jsonl_mutated(rng: random.Random, value: Any) -> Any:
     return [jsonl_mutated(rng, v) for v in value] if isinstance(value, list) else value
 
 
+@pytest.mark.parametrize("task", ["sft", "dpo", "grpo"])
+def test_data_fields_of_lines_have_an_effect_or_are_refused(tmp_path, task):
+    """Any field with any value, added to or put into any object of a line: an error that names it,
+    or rows, prompts or answers that differ from those without it. Without effect are metadata and
+    values that say nothing: null, empty, or the default."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    asks, calls = message("user", "x"), message("assistant", "y") | {"tool_calls": [call]}
+    answer = message("tool", [{"type": "text", "text": "z"}]) | {"tool_call_id": "a"}
+    line = {
+        "sft": {"messages": [asks, calls, answer, message("assistant", "v")]},
+        "dpo": {"prompt": [asks], "chosen": [calls, answer, message("assistant", "v")],
+                "rejected": "w"},
+        "grpo": {"prompt": [asks, calls, answer], "answer": "v"},
+    }[task] | {"tools": [tool]}  # fmt: skip
+    render = lambda messages, add, tools=None: f"{tools}{messages}{add}"  # shows every field
+    path, read = tmp_path / "x.jsonl", JSONL_READERS[task][0]
+
+    def made(line):
+        path.write_text(json.dumps(line))
+        items = read(path)
+        if task == "grpo":
+            return [(TRAIN_CHATS.prompt_text(item, render), item.answer) for item in items]
+        return [item._replace(where="") for item in items]
+
+    want, silent = made(line), {*DA.METADATA, "refusal", "annotations", "audio", "parsed"}
+    names = "weight prefix name system text train cache_control strict index id role type value x"
+    outcomes = Counter()
+    for at, object in json_objects_of(line):
+        if "parameters" in at or "arguments" in at:
+            continue
+        for name in {*names.split(), *DA.METADATA} - object.keys():
+            for value in (None, 0, 1, True, "user", "x", [], {}, {"x": 1}):
+                object[name] = value
+                try:
+                    same, outcome = made(line) == want, "accepted"
+                except ValueError as e:
+                    same, outcome = False, "refused"
+                    assert f"{name}" in str(e) or f"{at[-1]}" in str(e), (at, name, value, e)
+                says_nothing = value is None or (name, value) == ("weight", 1)
+                top = not at and name in silent
+                assert same == (says_nothing or top), (at, name, value, outcome)
+                outcomes[outcome] += 1
+                del object[name]
+    assert min(outcomes.values()) > 20, outcomes
+
+
+def json_objects_of(value: Any, at: tuple = ()) -> Iterator[tuple[tuple, dict]]:
+    """(path, object) of every object in a JSON value."""
+    if isinstance(value, dict):
+        yield at, value
+    parts = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, part in parts if isinstance(value, dict | list) else ():
+        yield from json_objects_of(part, (*at, key))
+
+
 @pytest.mark.parametrize("task", JSONL_READERS)
 def test_data_mutated_lines_are_accepted_or_refused_by_name(tmp_path, task):
     """Of every task: a mutated line gives rows or one ValueError of one line, which names the file,
@@ -39244,6 +39312,55 @@ def test_train_scale_a_changed_byte_of_the_tokens_is_refused(name, train_runs, t
     flip_byte(out / name, 99)
     assert train_main("--out", out, "--resume", "--steps", 9) == 2
     assert f"{name}: has changed" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("change, words", [
+    (lambda out: (out / "chat_template.jinja").unlink(), "chat_template.jinja: was removed"),
+    (lambda out: (out / "tokenizer.json").write_text("{}"), "tokenizer.json: was added"),
+    (lambda out: (out / "generation_config.json").write_text("{}"), "config.json: was added"),
+])  # fmt: skip
+def test_train_scale_files_are_not_removed_or_added(change, words, train_runs, tmp_path, capsys):
+    """A resumed run would otherwise encode its conversations with the default template, or with
+    another tokenizer."""
+    out = train_runs.copy("sft", tmp_path / "out")
+    change(out)
+    assert train_main("--out", out, "--resume", "--steps", 9) == 2
+    assert words in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_train_scale_a_changed_reward_is_refused(tmp_path):
+    """Also if it is at the place that the run has saved."""
+    file = tmp_path / "reward.py"
+    config = T.TrainConfig(out=tmp_path, reward=f"{file}:reward", model="small")
+    file.write_text("def reward(prompt, completion, answer): return 1.0")
+    RF.record_inputs(config)
+    RF.verify_input(config, "reward")
+    file.write_text("def reward(prompt, completion, answer): return 2.0")
+    with pytest.raises(ValueError, match=f"^--reward {file}:reward: has changed since the run"):
+        RF.verify_input(config, "reward")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags, words", [
+    ("--seed 7", "--seed is 7 on rank 1, but 0 on rank 0"),
+    ("--data {pairs}", "the content of --data 1 is"),
+    ("--init {tiny}", "a file; give its folder"),
+    ("--out {corpus}", "inputs.json in --out is {} on rank 1"),
+])  # fmt: skip
+def test_train_scale_all_ranks_have_the_same_inputs(flags, words, train_runs, tmp_path):
+    """A rank with another flag, file or folder ends all of them with one line, before OUT has a
+    checkpoint: the ranks would train different models, or wait for ever."""
+    out, log, port = tmp_path / "out", tmp_path / "log", free_port()
+    argv = train_runs.argv("--init {sft} --task sft --data {chats} --steps 1", out)
+    other = train_runs.split(flags)
+    given = [argv[:i] + other + argv[i + 2 :] for i in range(len(argv)) if argv[i] == other[0]]
+    both = argv, given[-1] if given else [*argv, *other]
+    ranks = [fork_train(line, rank, 2, port, log) for rank, line in enumerate(both)]
+    for rank in ranks:
+        rank.join()
+    assert [rank.exitcode for rank in ranks] == [2, 2] and not saved_steps(out)
+    errors = [line for line in log.read_text().splitlines() if "error: " in line]
+    assert len(errors) == 2 and all(words in line for line in errors), log.read_text()
 
 
 def test_train_scale_the_context_is_that_of_the_rows(train_runs, tmp_path):

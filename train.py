@@ -60,6 +60,7 @@ for folder in "huggingface generation serving quantization training parallelism"
         sys.exit(f"train.py: error: {spec.origin} shadows {folder}/; uninstall that package")
 
 from parallelism.dist_env import DistEnv, all_ranks_reach, init_distributed, rank0_first
+from parallelism.dist_env import same_on_all_ranks
 from parallelism.parallel_dims import ParallelDims
 from training.build import build_model, build_optimizer, compile_model, meta_model, model_config
 from training.callbacks import (
@@ -77,7 +78,8 @@ from training.objectives import build_objective
 from training.optimizers import LossScaler, learning_rate
 from training.recovery import Diverged, Guard, stop_on_signals
 from training.replica_groups import ReplicaGroup
-from training.run_folder import check_new_folder, copy_files, record_inputs, verify_init
+from training.run_folder import INPUTS, check_new_folder, copy_files, read_inputs, record_inputs
+from training.run_folder import verify_init, verify_input
 from training.state import CHECKPOINTS, TrainState, check_output_dir, export, needs_init
 from training.state import restore_settings, saved_run
 from training.step import LoadBalancer, clip_gradients, forward_backward, make_attend
@@ -104,11 +106,12 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, out: contextlib.ExitStack):
         self.config, self.env = config, init_distributed(config)  # device, dtype, ranks
+        same_on_all_ranks(self.env, lambda: common_inputs(config))
         model_cfg = model_config(config)
-        check_experts(config, model_cfg)
         # meshes; checks sizes
         self.layout = ParallelDims(config, model_cfg, self.env.world, self.env.device.type)
         rank0_first(self.env, lambda: prepare_output(config, out))
+        same_on_all_ranks(self.env, lambda: {f"{INPUTS} in --out": read_inputs(config.out)})
         prepare_data = build_job_datasets if config.lora_jobs else build_dataset
         self.dataset = prepare_data(config, model_cfg, self.env)
         memory = PeakMemory(self.env.device)
@@ -330,7 +333,10 @@ def prepare_output(config: TrainConfig, locks: contextlib.ExitStack) -> None:
     """Make and lock OUT, without the temporary files of a save that was killed."""
     if config.tensorboard:
         summary_writer()  # fail now if tensorboard is not installed
-    config.out.mkdir(parents=True, exist_ok=True)
+    try:
+        config.out.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ValueError(f"--out {config.out}: {e.strerror}; give a folder to write") from None
     locks.enter_context(writer_lock(config.out))
     if not config.resume:
         check_output_dir(config.out, saved_run(config.out))  # again, now that no other writes it
@@ -338,8 +344,17 @@ def prepare_output(config: TrainConfig, locks: contextlib.ExitStack) -> None:
         leftover.unlink()
     if not config.resume:
         record_inputs(config)
-    elif needs_init(config):
+        return
+    verify_input(config, "reward")
+    if needs_init(config):
         verify_init(config)
+
+
+def common_inputs(config: TrainConfig) -> dict[str, Any]:
+    """What must be the same on all ranks; checked."""
+    model_cfg = model_config(config)
+    check_experts(config, model_cfg)
+    return {**config.common_settings(), "the model's config.json": model_cfg}
 
 
 def set_learning_rate(optimizer: Any, config: TrainConfig, step: int) -> float:

@@ -12,9 +12,10 @@ if __name__ == "__main__":
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -107,6 +108,35 @@ def rank0_first(env: DistEnv, work: Callable[[], None]) -> None:
         error = box[0]
     if error is not None:
         raise error
+
+
+def same_on_all_ranks(env: DistEnv, work: Callable[[], Mapping[str, Any]]) -> None:
+    """Call work() on every rank. All ranks raise the ValueError or OSError of any of them, and a
+    ValueError for an entry of the results that is not equal on all. Collective."""
+    mine: Any
+    try:
+        mine = work()
+    except (ValueError, OSError) as e:
+        mine = e
+    if env.world > 1:
+        group = dist.new_group(backend="gloo", timeout=NO_TIMEOUT)
+        try:
+            dist.all_gather_object(results := [None] * env.world, mine, group=group)
+        except RuntimeError:
+            raise ConnectionError("a rank has ended; see its output for the reason") from None
+        dist.destroy_process_group(group)
+    else:
+        results = [mine]
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    for rank, result in enumerate(results):
+        for name, value in results[0].items():
+            if result[name] != value:
+                raise ValueError(
+                    f"{name} is {result[name]!s:.60} on rank {rank}, but {value!s:.60} on rank 0; "
+                    "start all ranks with the same flags and files"
+                )
 
 
 def all_ranks_reach(env: DistEnv, place: str, seconds: float = 10.0) -> bool:

@@ -22,13 +22,14 @@ from parallelism.dist_env import DistEnv
 from parallelism.parallel_dims import ParallelDims
 from quantization.gemm import block_scaled_matmul
 from quantize import SCHEMES, fp8_matmul, fp8_training_, qat_
+from training.checkpoint import list_steps
 from training.config import TrainConfig
 from training.data import BOS, EOS
 from training.lora import apply_lora_
 from training.lora_jobs import apply_lora_jobs_, job_groups, read_jobs
 from training.offload import OffloadedOptimizer, OptimizerInBackward
 from training.optimizers import ChainedOptimizer, StochasticAdamW, mup_factors, muon_split
-from training.state import saved_run
+from training.state import CHECKPOINTS, saved_run
 from training.step import SINGLE_PROCESS
 from training.upcycle import upcycle_, upcycle_config
 
@@ -46,6 +47,12 @@ def model_config(args: TrainConfig) -> ModelConfig:
                 f"--init {args.init}: holds LoRA adapters; merge them first with train.py --out "
                 f"{args.init} --export DIR --set lora_merged=true"
             )
+        for run in args.init, *args.init.parents[:2]:
+            if not (args.init / "config.json").exists() and list_steps(run / CHECKPOINTS):
+                raise ValueError(
+                    f"--init {args.init}: of a run that was not exported; write its newest "
+                    f"checkpoint with train.py --out {run} --export DIR"
+                )
         try:
             check_folder(args.init)
         except ValueError as e:  # begins with the path

@@ -234,6 +234,12 @@ class TrainConfig(Settings):
         """Whether rows are read from shards that are tokenized as the run goes."""
         return self.pack or self.workers > 0 or len(self.data or ()) > 1
 
+    def common_settings(self) -> dict[str, Any]:
+        """By flag, those that must be the same on all ranks. Paths may differ: their content is
+        compared where it is read."""
+        names = (name for name in self.flags() if name not in PER_RANK)
+        return {self.shown(name): getattr(self, name) for name in names}
+
     def settings(self) -> dict[str, Any]:
         """What a checkpoint stores and --resume restores, as JSON."""
         values = {SAVED_AS.get(name, name): getattr(self, name) for name in (*FIXED, *RESTORED)}
@@ -269,6 +275,9 @@ RESTORED = """
     diloco_workers diloco_worker diloco_timeout keep_latest_k loss_spike_sigma max_skipped_batches
     memory_checkpoint_every memory_checkpoint_dir hang_timeout workers lora_merged
     replica_groups replica_group
+""".split()
+PER_RANK = """
+    out data init lora_jobs model reward device memory_checkpoint_dir offload profile
 """.split()
 SAVED_AS = {  # keys in checkpoints of fields that once had another name
     "param_dtype": "weights", "lr_schedule": "schedule", "warmup_steps": "warmup",

@@ -29,7 +29,7 @@ from huggingface.chat_template import load_chat_template
 from huggingface.tokenizer import Tokenizer, eos_ids, load_tokenizer
 from huggingface.weights import write_atomically
 from model import ModelConfig
-from parallelism.dist_env import DistEnv, rank0_first
+from parallelism.dist_env import DistEnv, rank0_first, same_on_all_ranks
 from training import shards
 from training.chats import chat_rows, padding_hint
 from training.config import TrainConfig
@@ -38,7 +38,7 @@ from training.data import is_padding, is_validation, list_some, read_conversatio
 from training.data import split_documents, stream_documents, training_documents
 from training.data import validation_documents, write_tokens
 from training.run_folder import TOKEN_FILES, TOKENIZERS, checkpoint_files, copy_files, file_hash
-from training.run_folder import folder_hash, read_inputs, record_files, verify_data, verify_files
+from training.run_folder import folder_hash, read_inputs, record_files, verify_files, verify_input
 
 # Used if --init has no chat template; BOS and EOS are replaced by the names of those of documents
 DEFAULT_CHAT_TEMPLATE = """BOS{% for m in messages %}<{{ m['role'] }}>
@@ -143,7 +143,7 @@ def prepare_text(args: TrainConfig, config: ModelConfig, env: DistEnv) -> Datase
         return Dataset(rows, validation, len(tokens), len(tokens))
     folders = {path: args.out / "data" / str(i) for i, path in enumerate(paths)}
     if args.resume and not all(map(shards.read_index, folders.values())):
-        rank0_first(env, lambda: verify_data(args))  # the rest of it will be tokenized
+        rank0_first(env, lambda: verify_input(args, "data"))  # the rest of it will be tokenized
     if env.rank == 0:
         tokenize = partial(write_shards, args, config, folders)
         threading.Thread(target=tokenize, daemon=True).start() if args.workers else tokenize()
@@ -186,8 +186,15 @@ def write_token_files(args: TrainConfig, config: ModelConfig, paths: Sequence[st
 def prepare_task(args: TrainConfig, config: ModelConfig, env: DistEnv) -> Dataset:
     """The data set of --task sft: conversations as rows; for dpo and grpo, which read --data in
     build_objective, only OUT's tokenizer and chat template. Collective."""
-    for path in args.data:
-        check_jsonl(path, args.task)
+
+    def fingerprints() -> dict[str, str]:
+        for path in args.data:
+            check_jsonl(path, args.task)
+        return {
+            f"the content of --data {i + 1}": file_hash(Path(p)) for i, p in enumerate(args.data)
+        }
+
+    same_on_all_ranks(env, fingerprints)  # each rank reads them
 
     def write() -> None:
         prepare_tokenizer(args, (), config.vocab_size)

@@ -42,6 +42,7 @@ CHECKPOINT_FILES = (  # what a checkpoint folder has beside config.json and weig
 PATH_SETTINGS = "data", "init", "lora_jobs", "model", "reward"  # settings that refer to files
 MORE_TEMPLATES = "additional_chat_templates/*.jinja"
 TOKEN_FILES = "train.tokens", "val.tokens"
+ANOTHER_RUN = "or start a new run in another --out"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -156,14 +157,21 @@ def read_inputs(out: Path) -> dict[str, Any]:
 
 
 def verify_files(out: Path) -> None:
-    """ValueError for a checkpoint or token file of OUT that is not as the run wrote it."""
-    for name, before in read_inputs(out).get("files", {}).items():
+    """ValueError for a checkpoint or token file of OUT that is not as the run wrote it, and for a
+    checkpoint file that is missing or was added. Missing tokens are written again."""
+    recorded = read_inputs(out).get("files")
+    if recorded is None:
+        return
+    for path in checkpoint_files(out):
+        if str(path.relative_to(out)) not in recorded:
+            raise ValueError(f"{path}: was added since the run began; remove it, {ANOTHER_RUN}")
+    for name, before in recorded.items():
         path = out / name
-        if path.exists() and file_hash(path) != before:
-            raise ValueError(
-                f"{path}: has changed since the run began; restore it, or start a new run in "
-                "another --out"
-            )
+        if not path.exists() and name in TOKEN_FILES:
+            continue
+        if not path.exists() or file_hash(path) != before:
+            what = "has changed" if path.exists() else "was removed"
+            raise ValueError(f"{path}: {what} since the run began; restore it, {ANOTHER_RUN}")
 
 
 def verify_init(config: TrainConfig) -> None:
@@ -176,15 +184,18 @@ def verify_init(config: TrainConfig) -> None:
     if before is not None and input_hash(config, "init") != before:
         raise ValueError(
             f"--init {config.init}: its config.json or weights have changed since the run began; "
-            "restore them, or start a new run in another --out"
+            f"restore them, {ANOTHER_RUN}"
         )
 
 
-def verify_data(config: TrainConfig) -> None:
-    """ValueError if --data, of which the run still needs a part, has moved or changed."""
-    before = read_inputs(config.out).get("data")
-    if before is not None and input_hash(config, "data") != before:
+def verify_input(config: TrainConfig, name: str) -> None:
+    """ValueError if what a setting refers to, of which the run still needs a part, has moved or
+    changed."""
+    before = read_inputs(config.out).get(name)
+    if before is not None and input_hash(config, name) != before:
+        value = getattr(config, name)
+        text = " ".join(value) if isinstance(value, list) else value
         raise ValueError(
-            f"--data {' '.join(config.data or ())}: has changed since the run began; restore it, "
-            "or start a new run in another --out"
+            f"{config.shown(name)} {text}: has changed since the run began; restore it, "
+            f"{ANOTHER_RUN}"
         )
