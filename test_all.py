@@ -21934,8 +21934,8 @@ def jsonl_mutated(rng: random.Random, value: Any) -> Any:
 @pytest.mark.parametrize("task", ["sft", "dpo", "grpo"])
 def test_data_fields_of_lines_have_an_effect_or_are_refused(tmp_path, task):
     """Any field with any value, added to or put into any object of a line: an error that names it,
-    or rows, prompts or answers that differ from those without it. Without effect are metadata and
-    values that say nothing: null, empty, or the default."""
+    or rows, prompts or answers that differ from those without it. Without effect are metadata of a
+    line, and null."""
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     asks, calls = message("user", "x"), message("assistant", "y") | {"tool_calls": [call]}
@@ -21970,9 +21970,8 @@ def test_data_fields_of_lines_have_an_effect_or_are_refused(tmp_path, task):
                 except ValueError as e:
                     same, outcome = False, "refused"
                     assert f"{name}" in str(e) or f"{at[-1]}" in str(e), (at, name, value, e)
-                says_nothing = value is None or (name, value) == ("weight", 1)
                 top = not at and name in silent
-                assert same == (says_nothing or top), (at, name, value, outcome)
+                assert same == (value is None or top), (at, name, value, outcome)
                 outcomes[outcome] += 1
                 del object[name]
     assert min(outcomes.values()) > 20, outcomes
@@ -39346,6 +39345,8 @@ def test_train_scale_a_changed_reward_is_refused(tmp_path):
     ("--data {pairs}", "the content of --data 1 is"),
     ("--init {tiny}", "a file; give its folder"),
     ("--out {corpus}", "inputs.json in --out is {} on rank 1"),
+    ("--init {plain}", "the content of --init is"),
+    ("--offload cpu", "whether --offload is given is True on rank 1, but False on rank 0"),
 ])  # fmt: skip
 def test_train_scale_all_ranks_have_the_same_inputs(flags, words, train_runs, tmp_path):
     """A rank with another flag, file or folder ends all of them with one line, before OUT has a
@@ -39361,6 +39362,26 @@ def test_train_scale_all_ranks_have_the_same_inputs(flags, words, train_runs, tm
     assert [rank.exitcode for rank in ranks] == [2, 2] and not saved_steps(out)
     errors = [line for line in log.read_text().splitlines() if "error: " in line]
     assert len(errors) == 2 and all(words in line for line in errors), log.read_text()
+
+
+@pytest.mark.slow
+def test_train_scale_ranks_may_differ_in_paths_and_what_they_observe(train_runs, tmp_path):
+    """The same files at another place, this machine's device and folders, logs and timeouts."""
+    argv = train_runs.argv("--init {sft} --task sft --data {chats} --steps 1", tmp_path / "out")
+    argv += ["--offload", str(tmp_path / "moments")]
+    data = shutil.copy(train_runs["chats"], tmp_path)
+    init, link = shutil.copytree(train_runs["sft"], tmp_path / "init"), tmp_path / "link"
+    link.symlink_to(tmp_path / "out")
+    own = f"--data {data} --init {init} --out {link} --device cpu:0 --offload cpu --profile 1"
+    own = [*own.split(), "--set", "tensorboard=true", "--set", "hang_timeout=500"]
+    replaced = argv.index("--data"), argv.index("--data") + 2
+    ranks = argv, argv[: replaced[0]] + argv[replaced[1] :] + own
+    port, log = free_port(), tmp_path / "log"
+    ranks = [fork_train(line, rank, 2, port, log) for rank, line in enumerate(ranks)]
+    for rank in ranks:
+        rank.join()
+    assert [rank.exitcode for rank in ranks] == [0, 0], log.read_text()
+    assert saved_steps(tmp_path / "out") == [1]
 
 
 def test_train_scale_the_context_is_that_of_the_rows(train_runs, tmp_path):

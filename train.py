@@ -78,8 +78,8 @@ from training.objectives import build_objective
 from training.optimizers import LossScaler, learning_rate
 from training.recovery import Diverged, Guard, stop_on_signals
 from training.replica_groups import ReplicaGroup
-from training.run_folder import INPUTS, check_new_folder, copy_files, read_inputs, record_inputs
-from training.run_folder import verify_init, verify_input
+from training.run_folder import INPUTS, check_new_folder, copy_files, input_hash, read_inputs
+from training.run_folder import record_inputs, verify_init, verify_input
 from training.state import CHECKPOINTS, TrainState, check_output_dir, export, needs_init
 from training.state import restore_settings, saved_run
 from training.step import LoadBalancer, clip_gradients, forward_backward, make_attend
@@ -111,7 +111,7 @@ class Trainer:
         # meshes; checks sizes
         self.layout = ParallelDims(config, model_cfg, self.env.world, self.env.device.type)
         rank0_first(self.env, lambda: prepare_output(config, out))
-        same_on_all_ranks(self.env, lambda: {f"{INPUTS} in --out": read_inputs(config.out)})
+        same_on_all_ranks(self.env, lambda: common_files(config, self.env.rank))
         prepare_data = build_job_datasets if config.lora_jobs else build_dataset
         self.dataset = prepare_data(config, model_cfg, self.env)
         memory = PeakMemory(self.env.device)
@@ -351,10 +351,19 @@ def prepare_output(config: TrainConfig, locks: contextlib.ExitStack) -> None:
 
 
 def common_inputs(config: TrainConfig) -> dict[str, Any]:
-    """What must be the same on all ranks; checked."""
+    """What must be the same on all ranks before OUT is written; checked."""
     model_cfg = model_config(config)
     check_experts(config, model_cfg)
-    return {**config.common_settings(), "the model's config.json": model_cfg}
+    reward = {"the content of --reward": input_hash(config, "reward")}
+    return {**config.common_settings(), "the model's config.json": model_cfg, **reward}
+
+
+def common_files(config: TrainConfig, rank: int) -> dict[str, Any]:
+    """OUT's inputs.json and the weights of --init, of which rank 0 has made that file."""
+    inputs, files = read_inputs(config.out), {}
+    if "init" in inputs and config.init and (not config.resume or needs_init(config)):
+        files["the content of --init"] = inputs["init"] if rank == 0 else input_hash(config, "init")
+    return {f"{INPUTS} in --out": inputs, **files}
 
 
 def set_learning_rate(optimizer: Any, config: TrainConfig, step: int) -> float:

@@ -235,10 +235,10 @@ class TrainConfig(Settings):
         return self.pack or self.workers > 0 or len(self.data or ()) > 1
 
     def common_settings(self) -> dict[str, Any]:
-        """By flag, those that must be the same on all ranks. Paths may differ: their content is
-        compared where it is read."""
+        """By flag, those that must be the same on all ranks: all that is not PER_RANK."""
         names = (name for name in self.flags() if name not in PER_RANK)
-        return {self.shown(name): getattr(self, name) for name in names}
+        values = {self.shown(name): getattr(self, name) for name in names}
+        return values | {"whether --offload is given": self.offload is not None}
 
     def settings(self) -> dict[str, Any]:
         """What a checkpoint stores and --resume restores, as JSON."""
@@ -276,9 +276,12 @@ RESTORED = """
     memory_checkpoint_every memory_checkpoint_dir hang_timeout workers lora_merged
     replica_groups replica_group
 """.split()
-PER_RANK = """
-    out data init lora_jobs model reward device memory_checkpoint_dir offload profile
-""".split()
+# Settings that may differ between ranks. All others change the numbers or the collective calls.
+PER_RANK = (
+    *"out data init lora_jobs model reward".split(),  # the content is compared (train.py)
+    *"device memory_checkpoint_dir offload".split(),  # places of one machine
+    *"profile tensorboard hang_timeout".split(),  # what one process observes
+)
 SAVED_AS = {  # keys in checkpoints of fields that once had another name
     "param_dtype": "weights", "lr_schedule": "schedule", "warmup_steps": "warmup",
     "decay_steps": "decay", "min_lr_factor": "lr_end", "grad_clip": "clip",

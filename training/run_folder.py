@@ -106,7 +106,7 @@ def input_hash(config: TrainConfig, name: str) -> Any:
         return _model_hash(Path(value))
     path, function = Path(value), ""
     if name == "reward":  # FILE.py:FUNCTION, or the name of a reward
-        file, _, function = value.partition(":")
+        file, _, function = value.rpartition(":")
         path = Path(file)
         if path.suffix != ".py":
             return value
