@@ -2563,6 +2563,9 @@ TEMPLATES = {  # what templates of published models use
     "{% endfor %}{{ messages | selectattr('role', 'equalto', 'user') | list | length }}",
     "dates and dict": "{{ strftime_now('%d %b %Y') }}{{ dict(a=1, b=[1, 'ü<']) | tojson }}"
     "{{ dict.fromkeys(['k']) }}{{ dict([(1, 2)]) }}",
+    "numbers and formats": "{{ '%s in 2024: %5.2f %d' % ('a', 1.5, 1700000000) }}{{ 1.5 * 10**9 }}"
+    "{{ '{{{}}} {}'.format(1700000000, 2) }}{{ {1: 2}.get(10**9, 3) }}{{ [3, 4] | sum }}"
+    "{{ 'a-b' | replace(new='+', old='-') }}{{ 'a' | center(9) }}{{ 7 | default(10**9) }}",
     "list": [
         {"name": "default", "template": "{{ messages[0].content }}"},
         {"name": "tool_use", "template": "tools: {{ tools | tojson }}{{ messages[0].content }}"},
@@ -2701,6 +2704,8 @@ range(10**5) | map('center', 10**5) | list; '%1000000000d' % 1; '%*d' % (10**9, 
 '{a:1000000000}'.format_map({'a': 1}); strftime_now('%1000000000d'); strftime_now('%999d' * 10**6)
 ['x' * 10**6] * 10**5; ('a ' * 10**7).split(); ('a' * 6 * 10**7) | list
 ('x' * 10**6).translate({120: 'x' * 10**5}); ('<!---->' * 10**5) | striptags
+('a' * 10**5) | replace(new='b' * 10**5, old='a'); ['%1000000000d'] | format(1)
+(2**(10**6)) // (3**(10**5)); ('1' * 10**5) | replace(1, 'x' * 10**5); [1] * 10**4 * 10**9
 ([[1] * 100] * 10**4) | sum(start=[])"""
 READS = "'y' in b; b[1:]; b.upper(); b | length; b ~ 1; b + '1'"
 ENDLESS = [

@@ -7,7 +7,8 @@ long spends them before it begins: each turn of a loop and call of a macro (more
 operator, filter, method, comparison or output for every 16 characters and for every element that it
 reads, and for what it adds to them, as 'x' * n and center(n) do. For that the syntax tree is
 changed, and nothing is evaluated while it is compiled. Units are counts, so that the outcome does
-not depend on the machine: at most a few seconds and a few hundred megabytes.
+not depend on the machine: mostly a few seconds (25 at worst, that of groupby), and a few hundred
+megabytes.
 
 Cost: 30 to 60 us for a conversation of 4 messages, which takes 25 us without limits. When it loses:
 a template whose work grows with the square of the conversation's length, from some thousand
@@ -20,6 +21,7 @@ if __name__ == "__main__":
     raise SystemExit("this is a part of generate.py; run: python generate.py --help")
 
 import functools
+import inspect
 import re
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -37,27 +39,30 @@ CHARACTERS = 16  # that one unit reads or writes
 CALL = 10  # units of a call or filter of the smallest values
 NODES = 8  # of a loop's body in the syntax tree that one unit runs
 # filters and methods that do not read what is in the elements of a collection
-ONE_LEVEL_FILTERS = {
-    *"attr batch count d default first items last length list map random reject rejectattr".split(),
-    *"reverse select selectattr slice".split(),
+ONE_LEVEL = {
+    *"attr batch copy d default first get items keys last length list map random reject".split(),
+    *"rejectattr reverse select selectattr slice values".split(),
 }
-ONE_LEVEL_METHODS = {"copy", "get", "items", "keys", "values"}
+# whose arguments add characters, or elements, at every place of what they read
+GROWING = {
+    *"batch center expandtabs indent join list ljust replace rjust round slice split".split(),
+    *"rsplit splitlines to_bytes tojson zfill".split(),
+}
+SQUARE = {*"pprint striptags sum translate urlize wordwrap xmlattr".split()}  # time, at worst
+LISTS = {*"batch expandtabs list rsplit slice split splitlines".split()}  # elements of a text
 COMPARING_TESTS = {
     *"== != < <= > >= eq equalto ne lt lessthan le gt greaterthan ge in lower upper".split()
 }
 WIDTH = re.compile(r"[%:.<>=^)][-+ #0,_^]*(\d+)")  # in a format string
 WIDTH_IN_ARGUMENTS = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(?:\d*\.)?\*|\{[^{}]*\{")
+SPEND, READ = " spend", " read"  # filters in the changed syntax tree; no template can spell them
 
 
 class TooMuchWork(Exception):
     """A rendering has spent its units."""
 
 
-class _Work(threading.local):
-    left = MAX_WORK
-
-
-_WORK = _Work()
+_WORK = threading.local()  # .left: units that the rendering of this thread has
 
 
 def start_rendering(variables: dict[str, Any]) -> None:
@@ -67,95 +72,69 @@ def start_rendering(variables: dict[str, Any]) -> None:
 
 
 def _spend(units: float) -> None:
-    left = _WORK.left = _WORK.left - units
-    if left < 0:
+    _WORK.left -= units
+    if _WORK.left < 0:
         raise TooMuchWork
 
 
-def _read(value: Any) -> float:
-    """Spend the units of reading a value with all that is in it, and return them."""
-    if type(value) is str:
-        units = 1 + len(value) // CHARACTERS
-        _spend(units)
-        return units
+def _read(value: Any, deep: bool = True) -> float:
+    """Spend the units of reading a value, deep: with all that is in it. Returns them. An iterator
+    was paid for when it was made; the work of an integer's arithmetic is the square of its size."""
     before, stack = _WORK.left, [value]
     while stack:
         x = stack.pop()
         if isinstance(x, (str, bytes)):
             _spend(1 + len(x) // CHARACTERS)
         elif isinstance(x, int):
-            _spend(1 + x.bit_length() // CHARACTERS)
-        elif isinstance(x, (list, tuple, dict, Collection, Namespace)):
+            _spend(1 + (x.bit_length() // 64) ** 2)
+        elif isinstance(x, (Collection, Namespace)):
             if isinstance(x, Namespace):
                 x = object.__getattribute__(x, "_Namespace__attrs")
             _spend(1 + len(x))
-            stack += x
-            stack += x.values() if isinstance(x, Mapping) else ()
+            if deep:
+                stack += x
+                stack += x.values() if isinstance(x, Mapping) else ()
         else:
             _spend(1)
     return before - _WORK.left
 
 
-def _read_one_level(value: Any) -> None:
-    """Spend a unit for each element, or CHARACTERS of a text; an iterator was paid for when it was
-    made."""
-    if isinstance(value, (str, bytes)):
-        _spend(1 + len(value) // CHARACTERS)
-    else:
-        _spend(1 + (len(value) if isinstance(value, (list, tuple, Collection)) else 0))
+def _spend_call(name: str, subject: Any, args: list[Any]) -> None:
+    """Spend the units of a filter, a method of `subject` or a function."""
+    units = _read(subject, name not in ONE_LEVEL) + sum(map(_read, args))
+    _spend(CALL + _growth(name, subject, args, units))
 
 
-def _read_call(name: str, subject: Any, args: Iterable[Any], one_level: set[str]) -> None:
-    """Spend the units of a method or filter `name` of `subject`."""
-    _spend(CALL)
-    args = [*args]
-    if name in one_level:
-        _read_one_level(subject)
-        units = 0
-    else:
-        units = _read(subject)
-    units += sum(map(_read, args))
-    _spend(_added(name, subject, args, units) // CHARACTERS)
-
-
-def _added(name: str, subject: Any, args: list[Any], units: float) -> float:
-    """Characters of a result beyond those of what is read; an element counts as CHARACTERS. units:
-    of reading it."""
+def _growth(name: str, subject: Any, args: list[Any], units: float) -> float:
+    """Units of making what is more than the values that are read, of so many units."""
     args = [y for x in args for y in (x if isinstance(x, (list, tuple)) else [x])]
-    numbers = sum(abs(x) for x in args if isinstance(x, int))
     texts = [x for x in args if isinstance(x, (str, bytes))]
+    numbers = sum(abs(x) for x in args if isinstance(x, int))
     is_text = isinstance(subject, (str, bytes))
-    match name:
-        case "center" | "ljust" | "rjust" | "zfill" | "round" | "to_bytes":
-            return numbers
-        case "batch" | "slice" | "list":
-            return CHARACTERS * (numbers + (len(subject) if is_text else 0))
-        case "generate_lorem_ipsum":  # paragraphs times words, 500 by default
-            return (500 + numbers) ** 2
-        case "format" | "format_map":
-            return _widths(subject, args) if is_text else 0
-        case "strftime_now":
-            return sum(_widths(text, []) for text in texts)
-        case "replace" if is_text and len(texts) > 1 and type(texts[0]) is type(subject):
-            return subject.count(texts[0]) * len(texts[1])
-        case "split" | "rsplit" if is_text and texts and texts[0] and type(texts[0]) is str:
-            return CHARACTERS * str(subject).count(texts[0])
-        case "split" | "rsplit" | "splitlines" | "expandtabs":
-            return (CHARACTERS + numbers) * len(subject)
-        case "indent" if is_text:
-            return (str(subject).count("\n") + 1) * (numbers + sum(map(len, texts)))
-        case "join" | "replace" | "indent" | "tojson":
-            added = numbers + sum(map(len, texts))
-            return units * CHARACTERS * added * (added if name == "tojson" else 1)
-        case "pprint" | "striptags" | "sum" | "translate" | "urlize" | "wordwrap" | "xmlattr":
-            return units**2  # at worst
-    return 0
+    if name in ("format", "format_map", "strftime_now"):
+        form = "".join(texts) if subject is None else str(subject)
+        return _widths(form, args) / CHARACTERS
+    if name == "generate_lorem_ipsum":  # paragraphs times words, 500 by default
+        return (500 + numbers) ** 2
+    if name in SQUARE:
+        return units**2 / CHARACTERS
+    if name not in GROWING:
+        return 0
+    added = numbers + sum(map(len, texts))
+    if is_text and name in LISTS:
+        added += CHARACTERS
+    if is_text and [type(x) for x in texts[:1]] == [type(subject)] and texts[0]:
+        if name in ("split", "rsplit"):
+            return subject.count(texts[0])
+        if name == "replace" and len(texts) == 2:
+            return subject.count(texts[0]) * len(texts[1]) / CHARACTERS
+    return units * added * (added if name == "tojson" else 1)  # tojson: it indents at every depth
 
 
-def _widths(text: str, args: Iterable[Any]) -> float:
+def _widths(text: str, args: Iterable[Any]) -> int:
     """Characters that the widths and precisions of a format string may add."""
     widths = [int(digits[:20]) for digits in WIDTH.findall(text)]
-    if WIDTH_IN_ARGUMENTS.search(text):
+    if WIDTH_IN_ARGUMENTS.search(text.replace("{{", "")):  # which is a brace
         widths += [abs(x) for x in args if isinstance(x, int)]
     return sum(widths)
 
@@ -171,11 +150,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             self.filters[name] = limited_filter(name, function)
         for name in COMPARING_TESTS & self.tests.keys():
             self.tests[name] = limited_filter(name, self.tests[name])
-        self.filters |= {
-            SPEND: _spend,
-            READ: _passed(_read),
-            READ_ONE_LEVEL: _passed(_read_one_level),
-        }
+        self.filters |= {SPEND: _spend, READ: _filtered}
 
     def compile_limited(self, text: str) -> Template:
         """A template; jinja2.TemplateError if it is none."""
@@ -184,54 +159,29 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return self.from_string(tree)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "+" and type(left) is type(right) is str:
-            _spend(1 + (len(left) + len(right)) // CHARACTERS)
-        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
-            _spend(1 + left.bit_length() * abs(right) // CHARACTERS)
-        elif operator == "+" and isinstance(left, (list, tuple)):
-            _read_one_level(left)
-            _read_one_level(right)
-        else:
-            units = _read(left) + _read(right)
-            times = [x for x in (left, right) if isinstance(x, int)]
-            if operator == "*" and len(times) == 1:
-                _spend(units * abs(times[0]))
-            elif operator == "%" and isinstance(left, str):
-                args = right if isinstance(right, tuple) else (right,)
-                _spend(_widths(left, args) // CHARACTERS)
+        units = _read(left, operator != "+") + _read(right, operator != "+")
+        both = isinstance(left, int), isinstance(right, int)
+        if operator == "**" and all(both):
+            _spend((left.bit_length() * abs(right) // 64) ** 2)
+        elif operator == "*" and any(both) and not isinstance(right if both[0] else left, float):
+            times = left if both[0] else right
+            _spend(0 if all(both) else units * abs(times))
+        elif operator == "%" and isinstance(left, (str, bytes)):
+            args = right if isinstance(right, tuple) else (right,)
+            _spend(_widths(str(left), args) / CHARACTERS)
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        method = getattr(__obj, "__wrapped__", __obj)  # str.format is wrapped
+        subject, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
         if isinstance(__obj, (Macro, LoopContext)):  # whose bodies spend more
             _spend(CALL)
+        elif name == "join" and args:
+            args = ([*args[0]] if isinstance(args[0], Iterator) else args[0], *args[1:])
+            _spend_call(name, args[0], [subject])
         else:
-            method = getattr(__obj, "__wrapped__", __obj)  # str.format is wrapped
-            subject, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
-            if name == "join" and args:
-                args = ([*args[0]] if isinstance(args[0], Iterator) else args[0], *args[1:])
-                _read_call(name, args[0], [subject], ONE_LEVEL_METHODS)
-            else:
-                _read_call(name, subject, [*args, *kwargs.values()], ONE_LEVEL_METHODS)
+            _spend_call(name, subject, [*args, *kwargs.values()])
         return super().call(__context, __obj, *args, **kwargs)
-
-
-# Filters that the changed syntax tree has, of which no template can spell the names
-SPEND, READ, READ_ONE_LEVEL = " spend", " read", " read one level"
-
-
-def _passed(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def filtered(value: Any) -> Any:
-        function(value)
-        return value
-
-    return filtered
-
-
-@pass_context
-def _output(context: Any, value: Any) -> Any:
-    """Of each {{ expression }}. It takes the context so that Jinja calls it as late as it can."""
-    _read(value)
-    return value
 
 
 def limited_filter(name: str, function: Callable) -> Callable:
@@ -240,73 +190,65 @@ def limited_filter(name: str, function: Callable) -> Callable:
 
     @functools.wraps(function)
     def limited(*args: Any, **kwargs: Any) -> Any:
+        if kwargs:  # in the order of the function's parameters
+            bound = inspect.signature(function).bind(*args, **kwargs)
+            args, kwargs = bound.args, bound.kwargs
         own, subject, more = args[:first], args[first], args[first + 1 :]
         if name in ("join", "sum") and isinstance(subject, Iterator):
             subject = [*subject]
-        _read_call(name, subject, [*more, *kwargs.values()], ONE_LEVEL_FILTERS)
+        _spend_call(name, subject, [*more, *kwargs.values()])
         return function(*own, subject, *more, **kwargs)
 
     return limited
 
 
+def _filtered(value: Any, deep: bool) -> Any:
+    _read(value, deep)
+    return value
+
+
+@pass_context
+def _output(context: Any, value: Any) -> Any:
+    """Of each {{ expression }}. It takes the context so that Jinja calls it as late as it can."""
+    return _filtered(value, True)
+
+
 class _Limits(NodeTransformer):
-    """Makes loops, macros, texts, comparisons, slices, concatenations and keys spend units."""
+    """Makes loops, macros, comparisons, slices, concatenations and keys spend units."""
 
-    def _with_step(self, node: nodes.Node) -> nodes.Node:
-        units = 1 + sum(1 for _ in node.find_all(nodes.Node)) // NODES
-        node = self.generic_visit(node)
-        node.body.insert(0, _spend_statement(units, node.lineno))
-        return node
-
-    visit_Macro = visit_CallBlock = visit_Block = _with_step
-
-    def visit_For(self, node: nodes.For) -> nodes.For:
-        node = self._with_step(node)
-        node.iter = _filter(node.iter, READ_ONE_LEVEL)
-        return node
-
-    def visit_Output(self, node: nodes.Output) -> nodes.Node | list[nodes.Node]:
-        node = self.generic_visit(node)
-        n = sum(len(x.data) for x in node.nodes if isinstance(x, nodes.TemplateData))
-        return [_spend_statement(1 + n // CHARACTERS, node.lineno), node] if n else node
-
-    def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:
-        node = self.generic_visit(node)
-        sides = [node.expr, *(operand.expr for operand in node.ops)]
-        is_equality = len(node.ops) == 1 and node.ops[0].op in ("eq", "ne")
-        if is_equality and any(isinstance(side, nodes.Const) for side in sides):
-            return node  # reads no more than the constant has
-        node.expr = _filter(node.expr, READ)
-        for operand in node.ops:
-            operand.expr = _filter(operand.expr, READ)
-        return node
-
-    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Getitem:
-        node = self.generic_visit(node)
-        if isinstance(node.arg, nodes.Slice):
-            node.node = _filter(node.node, READ_ONE_LEVEL)
-        else:
-            node.arg = _filter(node.arg, READ)  # a tuple's hash reads all that is in it
-        return node
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Concat:
-        node = self.generic_visit(node)
-        node.nodes = [_filter(x, READ) for x in node.nodes]
-        return node
-
-    def visit_Pair(self, node: nodes.Pair) -> nodes.Pair:
-        node = self.generic_visit(node)
-        node.key = _filter(node.key, READ)
+    def generic_visit(self, node: nodes.Node) -> nodes.Node:
+        node = super().generic_visit(node)
+        if isinstance(node, (nodes.For, nodes.Macro, nodes.CallBlock, nodes.Block)):
+            texts = sum(len(x.data) for x in node.find_all(nodes.TemplateData))
+            units = 1 + sum(1 for _ in node.find_all(nodes.Node)) // NODES + texts // CHARACTERS
+            spend = _filter(nodes.Const(units, lineno=node.lineno), SPEND)
+            node.body.insert(0, nodes.ExprStmt(spend, lineno=node.lineno))
+        match node:
+            case nodes.For():
+                node.iter = _filter(node.iter, READ, False)
+            case nodes.Getitem() if isinstance(node.arg, nodes.Slice):
+                node.node = _filter(node.node, READ, False)
+            case nodes.Getitem():  # a tuple's hash reads all that is in it
+                node.arg = _filter(node.arg, READ, True)
+            case nodes.Pair():
+                node.key = _filter(node.key, READ, True)
+            case nodes.Concat():
+                node.nodes = [_filter(x, READ, True) for x in node.nodes]
+            case nodes.Compare() if not _with_constant(node):
+                for side in (node, *node.ops):
+                    side.expr = _filter(side.expr, READ, True)
         return node
 
 
-def _filter(node: nodes.Expr, name: str) -> nodes.Expr:
-    """The expression, filtered; a constant needs nothing."""
-    if isinstance(node, nodes.Const):
+def _with_constant(node: nodes.Compare) -> bool:
+    """Whether it is an equality with a constant: it reads no more than the constant has."""
+    sides = [side.expr for side in (node, *node.ops)]
+    return node.ops[0].op in ("eq", "ne") and len(sides) == 2 and nodes.Const in map(type, sides)
+
+
+def _filter(node: nodes.Expr, name: str, *args: bool) -> nodes.Expr:
+    """The expression, filtered by one of ours; a constant is not read."""
+    if isinstance(node, nodes.Const) and name == READ:
         return node
-    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
-
-
-def _spend_statement(units: int, line: int) -> nodes.ExprStmt:
-    number = nodes.Const(units, lineno=line)
-    return nodes.ExprStmt(nodes.Filter(number, SPEND, [], [], None, None, lineno=line), lineno=line)
+    constants = [nodes.Const(x, lineno=node.lineno) for x in args]
+    return nodes.Filter(node, name, constants, [], None, None, lineno=node.lineno)
