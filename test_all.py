@@ -23820,6 +23820,53 @@ def test_lora_fields_have_pefts_effect_or_are_refused(peft_adapter, value):
         assert not accepted & {"use_dora", "use_bdlora", "trainable_token_indices", "new_field"}
 
 
+Q_AND_DOWN = r"model\.layers\.\d+\.(self_attn\.q|mlp\.down)_proj"
+LORA_SELECTIONS = [  # changes of adapter_config.json, the end of tensors to leave out; a regex
+    ({"target_modules": Q_AND_DOWN}, "", ""),  # of the error, "" if it is accepted
+    ({"target_modules": ".*(proj|embed_tokens|lm_head)"}, "", ""),
+    ({"target_modules": "ALL-linear"}, "", ""),
+    ({"target_modules": r".*(?=q_proj|k_proj|down_proj)\w+"}, "1.self_attn.q_proj", ""),
+    ({"target_modules": Q_AND_DOWN, "exclude_modules": r".*1\.mlp.*"}, "1.mlp.down_proj", ""),
+    ({"target_modules": ".*q_proj"}, "", "target_modules leaves out .*down_proj"),
+    ({"target_modules": "q_proj|down_proj"}, "", "target_modules leaves out .*"),
+    ({"target_modules": Q_AND_DOWN.upper()}, "", "target_modules leaves out .*"),
+    ({"target_modules": ""}, "", "target_modules leaves out .*"),
+    ({"exclude_modules": r".*1\.mlp.*"}, "", r"exclude_modules leaves out .*1\.mlp\.down_proj"),
+    ({"target_modules": "(a"}, "", r"target_modules '\(a' cannot be evaluated \(.*unterminated"),
+    ({"target_modules": "(.*)*" * 9 + "x"}, "", "target_modules .* evaluated .takes over 1 s"),
+    ({"target_modules": ".*", "layers_to_transform": [0, 1]}, "", "layers_to_transform needs"),
+    ({"target_modules": Q_AND_DOWN, "init_lora_weights": False}, "", ""),
+    *(
+        ({"init_lora_weights": False} | targets, without, "init_lora_weights .*PEFT gives it random")
+        for targets, without in (
+            ({}, "1.mlp.down_proj"), ({"target_modules": Q_AND_DOWN}, "0.self_attn.q_proj"),
+            ({"target_modules": ".*"}, ""), ({"target_modules": "all-linear"}, ""),
+        )
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("changes, without, words", LORA_SELECTIONS)
+def test_lora_selected_modules_are_pefts(peft_adapter, tmp_path, changes, without, words):
+    """A regular expression selects the modules that PEFT gives adapters. A module with tensors that
+    PEFT would leave out is refused; one without has PEFT's logits, or random ones and is refused."""
+    folder = peft_adapter[1]("selection")
+    tensors = load_file(folder / LO.WEIGHTS)
+    kept = {k: x for k, x in tensors.items() if not without or f"{without}." not in k}
+    save_file(kept, tmp_path / LO.WEIGHTS)
+    config = json.loads((folder / LO.CONFIG).read_text()) | changes
+    (tmp_path / LO.CONFIG).write_text(json.dumps(config))
+    model, _, reload = peft_adapter
+    load = lambda: LO.load_adapters_(copy.deepcopy(model), tmp_path, HF.hf_modules(model).get)
+    if words:
+        with pytest.raises(ValueError, match=f"^{tmp_path / LO.CONFIG}: {words}") as e:
+            load()
+        assert "\n" not in str(e.value)
+    else:
+        close(load()(LORA_TOKENS), reload(tmp_path).logits, 1e-5)
+
+
 def test_lora_a_failed_write_leaves_the_old_files(tmp_path, monkeypatch):
     """The disk is full at the second of two files."""
     LO.save_adapters(lora_adapted(2), tmp_path, base="x")

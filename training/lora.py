@@ -35,12 +35,15 @@ safetensors for files only. `python training/lora.py` runs a check and prints a 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
+import subprocess
+import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -180,6 +183,14 @@ SUPPORTED = {
     "layer_replication": ([],), "layers_pattern": ([], "", "layers", ["layers"]),
 }  # fmt: skip
 SELECTION = ("target_modules", "exclude_modules", "layers_to_transform")  # _check_selection
+MATCH_SECONDS = 1  # of a CPU, for a regular expression of these
+MATCH = f"""if True:
+    import json, re, resource, sys
+    resource.setrlimit(resource.RLIMIT_CPU, ({MATCH_SECONDS}, {MATCH_SECONDS}))
+    resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
+    pattern, names = json.load(sys.stdin)
+    print(json.dumps([name for name in names if re.fullmatch(pattern, name)]))
+"""
 
 
 def save_adapters(
@@ -260,7 +271,8 @@ def read_adapters(
     unmatched = sorted({key for keys in wanted.values() for key in keys} ^ tensors.keys())
     error = f"{folder / WEIGHTS}: {unmatched[0] if unmatched else 'empty'}: no pair of lora_A and "
     _check(wanted and not unmatched, f"{error}lora_B for a layer of this model")
-    _check_selection(folder / CONFIG, config, map(rename, wanted))
+    names = [*map(rename, shapes), "lm_head", "model.embed_tokens"]
+    _check_selection(folder / CONFIG, config, [*map(rename, wanted)], names)
     for name, keys in wanted.items():
         C, F = shapes[name]
         for key, shape in zip(keys, ((rank, C), (F, rank))):
@@ -299,28 +311,60 @@ def _read_config(path: Path, read: Callable[[Path], bytes]) -> dict[str, Any]:
     return config
 
 
-def _check_selection(path: Path, config: Mapping[str, Any], names: Iterable[str]) -> None:
-    """ValueError if PEFT would leave out one of the modules that have tensors. A target_modules
-    that is a regular expression is not evaluated: the tensors decide."""
-    lists = {field: config.get(field, []) for field in SELECTION}
-    if type(lists["layers_to_transform"]) is int:
-        lists["layers_to_transform"] = [lists["layers_to_transform"]]
-    for field, value in lists.items():
+def _check_selection(
+    path: Path, config: Mapping[str, Any], adapted: Collection[str], names: Iterable[str]
+) -> None:  # fmt: skip
+    """ValueError if PEFT would leave out one of the modules that have tensors (adapted), or give
+    others of `names` values that no file has: it initializes a selected module without tensors,
+    which changes nothing unless B is random too."""
+    fields = {field: config.get(field, []) for field in SELECTION}
+    if type(fields["layers_to_transform"]) is int:
+        fields["layers_to_transform"] = [fields["layers_to_transform"]]
+    for field, value in fields.items():
         kind = int if field == "layers_to_transform" else str
-        is_regex = field == "target_modules" and isinstance(value, str)
+        is_regex = kind is str and isinstance(value, str)
         ok = is_regex or (isinstance(value, list) and all(type(x) is kind for x in value))
         _check(ok, f"{path}: {field} must be a list, not {value!r:.80}")
-    targets, excluded, layers = lists.values()
-    among = lambda name, ends: any(f".{name}".endswith(f".{end}") for end in ends)
-    for name in names:
-        layer = re.search(r"\blayers\.(\d+)\.", name)
-        left_out = {
-            "target_modules": not isinstance(targets, str) and not among(name, targets),
-            "exclude_modules": among(name, excluded),
-            "layers_to_transform": layers and (layer is None or int(layer[1]) not in layers),
-        }
-        for field in (field for field, out in left_out.items() if out):
-            raise ValueError(f"{path}: {field} leaves out {name}, which has tensors in {WEIGHTS}")
+    targets, excluded, layers = fields.values()
+    if isinstance(targets, str) and "layers_to_transform" in config:
+        raise ValueError(f"{path}: layers_to_transform needs target_modules that is a list")
+    names = {*names, *adapted}
+    targeted = _select(path, "target_modules", targets, names)
+    left_out = {
+        "target_modules": names - targeted,
+        "exclude_modules": _select(path, "exclude_modules", excluded, names) if excluded else set(),
+        "layers_to_transform": {
+            name for name in names
+            if layers and int((re.search(r"\blayers\.(\d+)\.", name) or [0, -1])[1]) not in layers
+        },
+    }  # fmt: skip
+    for name, field in itertools.product(adapted, left_out):
+        outside = f"{field} leaves out {name}, which has tensors in {WEIGHTS}"
+        _check(name not in left_out[field], f"{path}: {outside}")
+    random = names.difference(adapted, *left_out.values())
+    if config.get("init_lora_weights") is False and random:
+        why = f"is false and {min(random)}, of target_modules, has no tensors in {WEIGHTS}"
+        raise ValueError(
+            f"{path}: init_lora_weights {why}: PEFT gives it random values; save again"
+        )
+
+
+def _select(path: Path, field: str, value: str | list[str], names: Collection[str]) -> set[str]:
+    """The names that PEFT selects: by their ends, or all of a name by a regular expression."""
+    if isinstance(value, list):
+        return {n for n in names if any(f".{n}".endswith(f".{end}") for end in value)}
+    if field == "target_modules" and value.lower() == "all-linear":
+        return {*names} - {"lm_head", "model.embed_tokens"}
+    # in a process, since a stranger's expression may take for ever and hold Python's lock
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", MATCH], capture_output=True, text=True,
+        input=json.dumps([value, [*names]]),
+    )  # fmt: skip
+    if done.returncode:
+        error = done.stderr.strip().rpartition("\n")[2] or f"takes over {MATCH_SECONDS} s"
+        fix = "write a list of names"
+        raise ValueError(f"{path}: {field} {value!r:.80} cannot be evaluated ({error}); {fix}")
+    return {*json.loads(done.stdout)}
 
 
 # --------------------------------------------------------------------------------------------------
