@@ -30304,18 +30304,22 @@ def test_schedules_command_line(name, tmp_path, monkeypatch):
             for flag in ("forward -1", "backward nan", "weights inf", "overlapped nan", "send -1")
         ),
         ("--schedule zbv --plot no/such/x.svg", r"x\.svg"),
-        ("--schedule FILE", "list.txt: not UTF-8"),
+        ("--schedule LIST", "list.txt: not UTF-8"),
         ("--schedule OTHER", "other.txt: line 1 must be"),
+        ("--schedule LONG", "long.txt: line 1 must be"),
         ("--schedule interleaved --chunks 999999", "4 stages x 8 microbatches x 999999 chunks"),
         ("--plot x.svg", "requires --schedule"),
     ],
 )
 def test_schedules_command_line_rejects_bad_input(argv, words, tmp_path):
-    """Bad input exits with status 2 and one line on stderr that names the fault, no traceback."""
+    """Bad input exits with status 2 and one short line on stderr that names the fault, no
+    traceback, also where a file's first line is long."""
     (tmp_path / "list.txt").write_bytes(b"\xff")
     (tmp_path / "other.txt").write_text("F0.0 B0.0")
-    files = {"FILE": tmp_path / "list.txt", "OTHER": tmp_path / "other.txt"}
+    (tmp_path / "long.txt").write_text("x" * 10**5)
+    files = {name: tmp_path / f"{name.lower()}.txt" for name in ("LIST", "OTHER", "LONG")}
     code, _, err = sched_cli(*(files.get(word, word) for word in argv.split()))
+    assert len(err) < 300 + len(str(tmp_path))
     assert code == 2 and re.fullmatch(rf"schedules\.py: error: [^\n]*({words})[^\n]*\n", err), err
 
 
@@ -30660,7 +30664,8 @@ def test_planner_counts_layers_without_experts(text, tmp_path):
     """Qwen3 MoE with experts in some layers has transformers' parameters."""
     more = planner_config(f"""hidden_size=1024 num_key_value_heads=4 num_attention_heads=8
         num_hidden_layers=4 head_dim=64 intermediate_size=2048 num_experts=8 norm_topk_prob=True
-        num_experts_per_tok=2 moe_intermediate_size=256 vocab_size=1024 model_type=qwen3_moe {text}""")
+        num_experts_per_tok=2 moe_intermediate_size=256 vocab_size=1024 model_type=qwen3_moe
+        {text}""")
     hf = transformers()
     if isinstance(layers := more.get("mlp_only_layers"), str):
         more["mlp_only_layers"] = [*map(int, layers.split(","))]
@@ -32787,8 +32792,8 @@ def test_planner_serving_program():
     (1, "bf16", "bf16", 0),
 ])  # fmt: skip
 def test_planner_serving_capacity_by_hand(tp, weights, kv, tokens):
-    """Llama 3 70B on 80 GiB: of 90% of the memory, without 4 GiB for CUDA and NCCL, what the weights
-    leave. It is what a training plan's fit counts, too."""
+    """Llama 3 70B on 80 GiB: of 90% of the memory, without 4 GiB for CUDA and NCCL, what the
+    weights leave. It is what a training plan's fit counts, too."""
     layout = SCOST.Layout(tp=tp, weights=weights, kv=kv)
     shape = cost_model.SHAPES["llama3-70b"]
     assert SCOST.capacity(shape, PLANNER_H100, layout) == pytest.approx(tokens, rel=1e-4)

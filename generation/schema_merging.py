@@ -150,7 +150,7 @@ class Merger:
                 target = target[int(name)] if is_index else None
             else:
                 target = target.get(name) if isinstance(target, dict) else None
-        check(names[0] == "#" and target is not None, where, f"refers to nothing here: $ref {ref!r}")
+        check(names[0] == "#" and target is not None, where, f"refers to nothing here: {ref!r}")
         return target
 
 

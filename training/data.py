@@ -107,9 +107,9 @@ def _check(condition: Any, message: str) -> None:
 
 
 def read_documents(data: str | None) -> list[Document]:
-    """The documents of --data: JSONL with "text", or one text file, whose documents are pieces of up
-    to 8192 characters, cut after a line or a word, or a folder of JSONL and text files; by default
-    the source of Python's standard library without tests. In a fixed order."""
+    """The documents of --data: JSONL with "text", or one text file, whose documents are pieces of
+    up to 8192 characters, cut after a line or a word, or a folder of JSONL and text files; by
+    default the source of Python's standard library without tests. In a fixed order."""
     return list(stream_documents(data))
 
 

@@ -8,12 +8,12 @@ A row of metrics.jsonl is one step, over all ranks, the same under every paralle
 `val_loss` in nats per target token (dpo: per pair; `loss` includes output_z_loss), `grad_norm` of
 the whole gradient before clipping, `tokens_per_second` without padding, `mfu` if the device's peak
 is known, `data_wait` in seconds of the slowest rank. Steps with validation add `peak_memory` in
-bytes of the rank with the most, and `comm_wait`, the share of time since the last validation that ranks were
-blocked in collectives. (On GPUs, kernels wait instead of the program: use --profile, which measures
-`exposed_communication` in its trace.) MoE models add `worst_load`, `load_entropy`, `dead_experts`;
-a skipped batch adds the reason as `skipped`; --task dpo adds `reward_margin` and `accuracy`, with
-validation `val_...`; grpo `reward_mean`, `completion_length`, `truncated`, `no_signal`, `kl`,
-`clipped` and `val_reward`.
+bytes of the rank with the most, and `comm_wait`, the share of time since the last validation that
+ranks were blocked in collectives. (On GPUs, kernels wait instead of the program: use --profile,
+which measures `exposed_communication` in its trace.) MoE models add `worst_load`, `load_entropy`,
+`dead_experts`; a skipped batch adds the reason as `skipped`; --task dpo adds `reward_margin` and
+`accuracy`, with validation `val_...`; grpo `reward_mean`, `completion_length`, `truncated`,
+`no_signal`, `kl`, `clipped` and `val_reward`.
 """
 
 from __future__ import annotations

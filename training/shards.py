@@ -375,7 +375,8 @@ class Shards:
         return self.maps[shard][i - self.row_offsets[shard]]
 
     def _verify(self, i: int) -> None:
-        """ValueError if the content of shard i, read for the first time, is not what was written."""
+        """ValueError if the content of shard i, read for the first time, is not what was
+        written."""
         path, digest = self.files[i].path, self.files[i].digest
         if i not in self.verified and digest is not None:
             same = shard_digest(self.maps[i]) == digest

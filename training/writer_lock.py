@@ -1,8 +1,8 @@
 """The lock of what one process at a time may write: a run's folder, shards of rows, a results file.
 
 The lock file names its process. The OS releases the lock when that process ends, also by kill -9,
-so that no stale lock remains. Readers need no lock. Part of train.py and generate.py. Needs POSIX locks
-(flock); on a file system without them there is a warning, and no protection.
+so that no stale lock remains. Readers need no lock. Part of train.py and generate.py. Needs POSIX
+locks (flock); on a file system without them there is a warning, and no protection.
 """
 
 from __future__ import annotations
