@@ -35453,6 +35453,55 @@ def test_train_lora_jobs_equal_each_alone(train_runs, tmp_path):
 LORA_JOB = dict(name="a", data=["x"], rank=2)
 
 
+@pytest.mark.parametrize("change, words", [
+    (dict(adapter="moved"), None),
+    (dict(data=["moved/x.txt"], adapter="adapter"), None),
+    (dict(adapter="edited"), "job a: adapter edited has changed"),
+    (dict(adapter=None), "job a: adapter (none) has changed"),
+    (dict(adapter="gone"), "new.jsonl: line 1: adapter gone/adapter_config.json: no such file"),
+    (dict(data=["edited/x.txt"]), "job a: data edited/x.txt has changed"),
+    (dict(data=["gone/x.txt"]), "job a: --data gone/x.txt: no such file"),
+    (dict(rank=3), "job a: rank 3 has changed from 2"),
+    (dict(name="c"), "the jobs are ['c'], but ['a'] in the run"),
+])  # fmt: skip
+def test_train_lora_jobs_are_known_by_content(change, words, tmp_path, monkeypatch):
+    """A resumed run finds the data and the adapters of its jobs at any place, and refuses others;
+    --lora-jobs may lie at another place too."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("adapter", "moved", "edited"):
+        for name in (*RF.ADAPTER_FILES, "x.txt"):
+            Path(folder).mkdir(exist_ok=True)
+            Path(folder, name).write_text("{}" + "!" * (folder == "edited"))
+    job = dict(name="a", rank=2, data=["adapter/x.txt"], adapter="adapter")
+    Path("old.jsonl").write_text(json.dumps(job))
+    Path("new.jsonl").write_text(json.dumps(job | change))
+    saved = [{"job": asdict(LJ.LoRAJob(**job)), "text": None}]
+    config = T.TrainConfig(out=tmp_path / "out", lora_jobs=Path("new.jsonl"))
+    (config.out / "a").mkdir(parents=True)
+    RF.record_job(LJ.LoRAJob(**job).config(config, 1), job["adapter"])
+    with pytest.raises(ValueError) if words else contextlib.nullcontext() as e:
+        LJ.check_same_jobs(config, saved)
+    assert words is None or str(e.value).startswith("--lora-jobs ") and words in str(e.value)
+
+
+def test_train_lora_jobs_resume_with_moved_files(train_runs, tmp_path, capsys):
+    """The whole way: a run with an adapter that has moved goes on; edited, one line names it."""
+    job = dict(name="a", rank=2, data=[str(train_runs["corpus"])], adapter=str(tmp_path / "x"))
+    file, flags = tmp_path / "jobs.jsonl", "--init {plain} --steps 1 --batch-size 2"
+    train_runs.run(f"{flags} --export --out {{lora-jobs}}", train_runs["lora-jobs"])
+    shutil.copytree(train_runs["lora-jobs"] / "train", tmp_path / "x")
+    file.write_text(json.dumps(job))
+    out = train_runs.run(f"{flags} --lora-jobs {file}", tmp_path / "out")
+    (tmp_path / "x").rename(tmp_path / "y")
+    file.write_text(json.dumps(job | {"adapter": str(tmp_path / "y")}))
+    moved = file.rename(tmp_path / "moved.jsonl")
+    assert train_main("--out", out, "--resume", "--steps", 2, "--lora-jobs", moved) == 0
+    weights = tmp_path / "y" / RF.ADAPTER_FILES[1]
+    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
+    assert train_main("--out", out, "--resume", "--steps", 3) == 2
+    assert f"job a: adapter {tmp_path}/y has changed" in capsys.readouterr().err.splitlines()[-1]
+
+
 def lora_jobs_file(text: str | bytes, use: Callable[[Path], object] = LJ.read_jobs) -> object:
     with tempfile.NamedTemporaryFile(suffix=".jsonl") as f:
         f.write(text if isinstance(text, bytes) else text.encode())
@@ -35563,7 +35612,7 @@ TRAIN_BAD = {  # flags -> words of the error, separated by "|"
     "--init {plain} --lora-jobs {jobs} --batch-size 5": "--batch-size 5|2 jobs",
     "--init {plain} --lora-jobs {jobs} --lora 4": "--lora-jobs|--lora:",
     "--init {plain} --lora-jobs {bad}": "--lora-jobs|line 1|data, name, rank",
-    "--resume --out {lora-jobs} --lora-jobs {bad}": "--lora-jobs|jobs.jsonl",
+    "--resume --out {lora-jobs} --lora-jobs {bad}": "--lora-jobs|line 1|data, name, rank",
     "--set beta=1": "--task dpo",
     "--task dpo --init {plain} --data {pairs} --batch-size 5": "--batch-size 5",
     "--task dpo --init {plain} --data {pairs} --micro-batch-size 3": "--micro-batch-size 3",

@@ -113,28 +113,28 @@ def rank0_first(env: DistEnv, work: Callable[[], None]) -> None:
 def same_on_all_ranks(env: DistEnv, work: Callable[[], Mapping[str, Any]]) -> None:
     """Call work() on every rank. All ranks raise the ValueError or OSError of any of them, and a
     ValueError for an entry of the results that is not equal on all. Collective."""
-    mine: Any
+    own: Any
     try:
-        mine = work()
+        own = work()
     except (ValueError, OSError) as e:
-        mine = e
+        own = e
     if env.world > 1:
         group = dist.new_group(backend="gloo", timeout=NO_TIMEOUT)
         try:
-            dist.all_gather_object(results := [None] * env.world, mine, group=group)
+            dist.all_gather_object(results := [None] * env.world, own, group=group)
         except RuntimeError:
             raise ConnectionError("a rank has ended; see its output for the reason") from None
         dist.destroy_process_group(group)
     else:
-        results = [mine]
+        results = [own]
     for result in results:
         if isinstance(result, Exception):
             raise result
     for rank, result in enumerate(results):
         for name, value in results[0].items():
-            if result[name] != value:
+            if result.get(name) != value:
                 raise ValueError(
-                    f"{name} is {result[name]!s:.60} on rank {rank}, but {value!s:.60} on rank 0; "
+                    f"{name} is {result.get(name)!s:.60} on rank {rank}, but {value!s:.60} on rank 0; "
                     "start all ranks with the same flags and files"
                 )
 

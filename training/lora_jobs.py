@@ -47,13 +47,13 @@ from torch import Tensor, nn
 
 from huggingface.weights import hf_modules
 from model import Attend, ModelConfig, Transformer
-from parallelism.dist_env import DistEnv, rank0_first
+from parallelism.dist_env import DistEnv, rank0_first, same_on_all_ranks
 from parallelism.parallel_dims import ParallelDims
 from training.config import TrainConfig
 from training.data import decode, is_padding, json_objects
 from training.dataset import Dataset, build_dataset
 from training.lora import TARGETS, LoRALinear, make_lora_linear, read_adapters, save_adapters
-from training.run_folder import record_data
+from training.run_folder import ANOTHER_RUN, adapter_hash, input_hash, read_inputs, record_job
 from training.step import NextToken, count_targets, validate
 
 
@@ -116,11 +116,41 @@ def read_jobs(path: Path) -> list[LoRAJob]:
             _check(not unknown, f"no field {', '.join(sorted(unknown))}; has {sorted(known)}")
             job = LoRAJob(**values)
             _check(job.name not in jobs, f"name {job.name} is that of an earlier line")
+            adapter_hash(job.adapter)  # ValueError if there is none
         except ValueError as e:
             raise ValueError(f"--lora-jobs {where}: {e}") from None
         jobs[job.name] = job
     _check(jobs, f"--lora-jobs {path}: holds no job")
     return list(jobs.values())
+
+
+def check_same_jobs(config: TrainConfig, saved: Sequence[Mapping[str, Any]]) -> None:
+    """ValueError unless the jobs are those of a saved run, which a checkpoint describes: the same
+    names and numbers, data and adapters of the same content, wherever they are now."""
+    jobs, start = read_jobs(config.lora_jobs), f"--lora-jobs {config.lora_jobs}:"
+    names, before = [job.name for job in jobs], [x["job"]["name"] for x in saved]
+    fix = f"name those, {ANOTHER_RUN}"
+    _check(names == before, f"{start} the jobs are {names}, but {before} in the run; {fix}")
+    for job, old in zip(jobs, (LoRAJob(**x["job"]) for x in saved)):
+        try:
+            _check_same_job(job, old, job.config(config, len(jobs)))
+        except ValueError as e:
+            raise ValueError(f"{start} job {job.name}: {e}") from None
+
+
+def _check_same_job(job: LoRAJob, old: LoRAJob, own: TrainConfig) -> None:
+    rule = f"since the run began; restore it, {ANOTHER_RUN}"
+    for name in ("rank", "alpha", "lr", "seed"):
+        now, then = getattr(job, name), getattr(old, name)
+        _check(now == then, f"{name} {now} has changed from {then} {rule}")
+    recorded = read_inputs(own.out)
+    needed = job.data != old.data or own.task == "sft"  # else its text is in OUT
+    same = not needed or input_hash(own, "data") == recorded.get("data")
+    _check(same, f"data {' '.join(job.data)} has changed {rule}")
+    same = job.adapter == old.adapter  # of a run that is older than its hash
+    if "adapter" in recorded:
+        same = adapter_hash(job.adapter) == recorded["adapter"]
+    _check(same, f"adapter {job.adapter or '(none)'} has changed {rule}")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -307,11 +337,17 @@ def build_job_datasets(config: TrainConfig, model_cfg: ModelConfig, env: DistEnv
         f"--batch-size {config.batch_size} must be a multiple of the {len(jobs)} jobs of "
         f"--lora-jobs {config.lora_jobs}{ranks}",
     )
+    paths = dict(data=[""], adapter=None)  # may differ: their content is compared
+    about = lambda job: (adapter_hash(job.adapter), replace(job, **paths))
+    names = {"the jobs of --lora-jobs": [job.name for job in jobs]}
+    same_on_all_ranks(env, lambda: names | {f"job {job.name}": about(job) for job in jobs})
     datasets = {}
     for job in jobs:
         own = job.config(config, len(jobs))
         own.out.mkdir(parents=True, exist_ok=True)
-        rank0_first(env, lambda own=own: None if own.resume else record_data(own))
+        rank0_first(
+            env, lambda own=own, job=job: None if own.resume else record_job(own, job.adapter)
+        )
         datasets[job.name] = build_dataset(own, model_cfg, env)
     prints = [{"job": asdict(job), "text": datasets[job.name].fingerprint} for job in jobs]
     size, padding = (sum(getattr(d, x) for d in datasets.values()) for x in ("size", "padding"))

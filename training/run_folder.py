@@ -7,9 +7,9 @@ Three rules keep a folder from mixing two runs:
 - A start takes all of CHECKPOINT_FILES from --init, or none: what an earlier start has left is
   removed, so that no tokenizer, template or EOS of another model is used (`copy_files`).
 - Inputs are known by their content, not by their path. `inputs.json` has the sha256 of what --init,
-  --model, --data, --lora-jobs and --reward refer to: a resumed run may be given them at another
-  place. It also has those of the CHECKPOINT_FILES and token files in OUT, in which a changed byte
-  would train on other text (`verify_files`).
+  --model, --data and --reward refer to, in OUT/NAME of one of --lora-jobs its data and adapter: a
+  resumed run may be given them at another place. It also has those of the CHECKPOINT_FILES and
+  token files in OUT, in which a changed byte would train on other text (`verify_files`).
 
 Cost: each input is read once more when a run starts, some seconds per 10 GB, and the base model of
 adapters at each resume. Part of train.py.
@@ -39,9 +39,9 @@ CHECKPOINT_FILES = (  # what a checkpoint folder has beside config.json and weig
     *TOKENIZERS, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "generation_config.json", "chat_template.jinja",
 )  # fmt: skip
-PATH_SETTINGS = "data", "init", "lora_jobs", "model", "reward"  # settings that refer to files
 MORE_TEMPLATES = "additional_chat_templates/*.jinja"
 TOKEN_FILES = "train.tokens", "val.tokens"
+ADAPTER_FILES = "adapter_config.json", "adapter_model.safetensors"
 ANOTHER_RUN = "or start a new run in another --out"
 
 
@@ -92,8 +92,8 @@ def folder_hash(files: Iterable[tuple[str, Path]]) -> str:
 
 
 def input_hash(config: TrainConfig, name: str) -> Any:
-    """The content that a setting refers to, wherever it lies: data (with weights), init, lora_jobs,
-    model or reward. ValueError if it does not exist."""
+    """The content that a setting refers to, wherever it lies: data (with weights), init, model or
+    reward. ValueError if it does not exist."""
     value = getattr(config, name)
     if name == "data":
         sources = parse_sources(value) if value else [None]
@@ -123,17 +123,30 @@ def _model_hash(folder: Path) -> str:
     return folder_hash((file.name, file) for file in sorted([folder / "config.json", *weights]))
 
 
+def adapter_hash(folder: str | None) -> str | None:
+    """A hash of adapters in PEFT's format. ValueError if there are none."""
+    if folder is None:
+        return None
+    files = [Path(folder) / name for name in ADAPTER_FILES]
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"adapter {file}: no such file; if it has moved, give its new place")
+    return folder_hash((file.name, file) for file in files)
+
+
 def record_inputs(config: TrainConfig) -> None:
-    """Begin OUT/inputs.json: the content of each input. CHECKPOINT_FILES of OUT are removed."""
+    """Begin OUT/inputs.json: the content of each input, but of --lora-jobs, which record_job has.
+    CHECKPOINT_FILES of OUT are removed."""
     copy_files(None, config.out)
-    names = ("init", "lora_jobs", "model", "reward") if config.lora_jobs else PATH_SETTINGS
+    names = ("init", "model", "reward") if config.lora_jobs else ("data", "init", "model", "reward")
     _write(config.out, {name: input_hash(config, name) for name in names})
 
 
-def record_data(config: TrainConfig) -> None:
-    """The same of one of --lora-jobs, in its own folder: of its data alone."""
+def record_job(config: TrainConfig, adapter: str | None) -> None:
+    """The same of one of --lora-jobs, in its own folder: of its data and its adapter."""
     copy_files(None, config.out)
-    _write(config.out, {"data": input_hash(config, "data")})
+    hashes = {"data": input_hash(config, "data"), "adapter": adapter_hash(adapter)}
+    _write(config.out, hashes)
 
 
 def record_files(out: Path) -> None:

@@ -30,7 +30,7 @@ from training.config import DRAFT_HEAD, FIXED, RESTORED, SAVED_AS, TrainConfig
 from training.config import absolute_paths, check_combinations
 from training.flags import check_limits
 from training.lora import apply_lora_, merge_, save_adapters
-from training.lora_jobs import LoRAJob, apply_lora_jobs_, save_jobs
+from training.lora_jobs import LoRAJob, apply_lora_jobs_, check_same_jobs, save_jobs
 from training.optimizers import LossScaler, muon_split
 from training.recovery import Guard
 from training.run_folder import input_hash, read_inputs, verify_init
@@ -70,6 +70,8 @@ class TrainState:
     def load_metadata(self, metadata: Mapping[str, Any], step: int) -> None:
         """Load all but the tensors. ValueError if the run had other data."""
         saved, current = metadata.get("text"), self.fingerprint
+        if self.config.lora_jobs:  # their settings and paths: check_same_jobs
+            saved, current = ([job["text"] for job in jobs] for jobs in (saved, current))
         if None not in (saved, current) and saved != current:
             raise ValueError(
                 f"--data has changed: {current} now, {saved} when step {step} was saved; restore "
@@ -205,6 +207,8 @@ def restore_settings(config: TrainConfig) -> None:
         config.dtype = run["dtype"]
     inputs = read_inputs(config.out)
     for name in config.changed_settings(run):
+        if name == "lora_jobs" and config.lora_jobs and run.get(name):
+            continue  # check_same_jobs
         if name in inputs and input_hash(config, name) == inputs[name]:
             continue  # it has moved
         raise ValueError(
@@ -219,6 +223,8 @@ def restore_settings(config: TrainConfig) -> None:
         setattr(config, name, getattr(config, name) and Path(getattr(config, name)))
     check_limits(config)
     check_combinations(config)
+    if config.lora_jobs:
+        check_same_jobs(config, saved[2]["text"])
 
 
 def needs_init(config: TrainConfig) -> bool:
