@@ -24617,6 +24617,95 @@ def test_fine_tunes_with_other_tokens_or_ends_are_refused(tmp_path):
     assert {*format.eos_ids, 7, 2} == {*PROMPT.text_format(args, model.config, tokenizer).eos_ids}
 
 
+TOKENIZER_CHANGES = [  # in tokenizer.json, path -> value; what is refused, a text of other ids
+    ("normalizer", None, "rules", "e\u0301"),
+    ("normalizer", {"type": "NFKC"}, "rules", "\ufb01ne"),
+    ("normalizer", {"type": "Lowercase"}, "rules", "A"),
+    ("pre_tokenizer.add_prefix_space", True, "rules", "a"),
+    ("pre_tokenizer.use_regex", False, "rules", HOSTILE["code"]),
+    ("added_tokens.0.lstrip", True, "rules", " <|begin|>"),
+    ("added_tokens.-1.rstrip", True, "rules", "<\uff5ctool end\uff5c> a"),
+    ("added_tokens.-1.single_word", True, "rules", "a<\uff5ctool end\uff5c>a"),
+    ("added_tokens.0.special", False, "tokens", None),  # the id is the same, but it is text
+    ("model.merges.0", None, "merges", "self" * 9),
+    ("model.vocab.!", 1, "tokens", "!"),
+    ("truncation", None, None, None),
+]
+
+
+@pytest.mark.parametrize("path, value, what, text", TOKENIZER_CHANGES)
+def test_fine_tunes_with_other_rules_are_refused(tmp_path, path, value, what, text):
+    """A tokenizer that differs in one merge or rule, although its tokens are the base's, is one
+    line; its own file written again is accepted."""
+    tokenizers = pytest.importorskip("tokenizers")
+    whole = json.loads((base := byte_level_json()).to_str())
+    config = {"tokenizer_config": BEGIN | FAST}
+    model = K.load_tokenizer(write_json(tmp_path / "base", tokenizer=whole, **config))
+    changed = copy.deepcopy(whole)
+    *keys, last = [int(x) if x.lstrip("-").isdigit() else x for x in path.split(".")]
+    place = reduce(lambda x, key: x[key], keys, changed)
+    if keys[-1:] == ["merges"]:
+        place[0], place[1] = place[1], place[0]
+    elif keys[-1:] == ["vocab"]:
+        other = next(name for name, id in place.items() if id == value)
+        place[last], place[other] = value, place[last]
+    else:
+        place[last] = value
+    folder = write_json(tmp_path / "own", tokenizer=changed, **config)
+    check = partial(FINE_TUNE.check_same_tokenizer, model, folder, K.TokenizerConfig(folder))
+    if what is None:
+        return check()
+    if text is not None and keys[-1:] != ["merges"]:  # the library's ids differ too
+        own = tokenizers.Tokenizer.from_str(json.dumps(changed))
+        assert own.encode(text).ids != base.encode(text).ids
+    with pytest.raises(ValueError, match=f"^{folder}: its tokenizer has other {what} than") as e:
+        check()
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_fine_tunes_chat_as_merged_folders_in_transformers(tmp_path):
+    """An adapter's folder with its own template and EOS: prompt, ids, ends and greedy text are
+    those of the merged folder, opened by transformers."""
+    peft = pytest.importorskip("peft", reason="needs peft")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    base, folder, whole = tmp_path / "base", tmp_path / "own", byte_level_json("<|begin|>")
+    model = random_model(tiny(vocab_size=whole.get_vocab_size(), n_layers=2))
+    HF.save_checkpoint(model, base)
+    adapter_folder(folder, model)
+    own = BEGIN | FAST | {"eos_token": "<|pad|>"}
+    for where, config in ((base, BEGIN | FAST), (folder, own)):
+        write_json(where, tokenizer=json.loads(whole.to_str()), tokenizer_config=config)
+    turns = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content | trim }}{{ eos_token }}\n{% endfor %}"
+    )
+    (folder / "chat_template.jinja").write_text("{{ bos_token }}" + turns + "assistant:")
+    merged = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    merged = peft.PeftModel.from_pretrained(merged, folder).merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(folder / name, tmp_path / "merged")
+    reference = AutoTokenizer.from_pretrained(tmp_path / "merged")
+    chat = [message("system", "be"), message("user", " e\u0301<|end|> 1 ")]
+    encode = partial(reference.apply_chat_template, chat, add_generation_prompt=True)
+    flags = f"--checkpoint {base} --adapter {folder} --device cpu --dtype fp32 --chat"
+    args = G.parse_args([*flags.split(), "--system-prompt", "be"])
+    tokenizer = K.load_tokenizer(base)
+    format = PROMPT.text_format(args, model.config, tokenizer)
+    assert format.template.render(chat) == encode(tokenize=False)
+    ids = PROMPT.prompt_ids(args, chat[1]["content"], tokenizer, model.config, format)
+    assert ids == encode(return_dict=True)["input_ids"]
+    assert reference.eos_token_id in format.eos_ids
+    options = "--system-prompt be --temperature 0 --max-new-tokens 6 --ignore-eos --json"
+    got = run_generate(chat[1]["content"], *f"{flags} {options}".split())
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    want = merged.generate(
+        torch.tensor([ids]), max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0
+    )
+    assert json.loads(got.out)["text"] == reference.decode(want[0, len(ids) :]), got.err
+
+
 def test_adapters_over_http(tmp_path):
     """Each adapter is a model: listed, called by name, loaded and unloaded while another request
     runs, if the server allows it: from one folder, up to a number. A bad one, a file that would
