@@ -33728,6 +33728,14 @@ x --api-key k                               | --api-key requires --serve
 --serve 0 --runtime-adapters /dev/null/x       | --runtime-adapters /dev/null/x no such folder
 --serve 0 --adapters= --set max_adapters=9  | --set max_adapters requires --runtime-adapters
 x --save=                                   | --save an empty path
+--quantize int4 --save /dev/null/x/y        | --save /dev/null/x/y no folder written
+--save nowhere/out.gguf                     | --save nowhere/out.gguf no folder written
+x --device=                                 | --device empty cuda
+x --adapter nowhere                         | --adapter nowhere adapter_config.json
+--batch README.md --out x --adapters a=nowhere | --adapters a=nowhere: no such folder
+--batch README.md --out x --models a=nowhere | --models a=nowhere: no such folder
+--serve 0 --set cors_origin=example.org     | --set cors_origin https://example.org 'example.org'
+--serve 0 --set cors_origin=https://a.org/  | --set cors_origin without a path 'https://a.org/'
 --dummy= --prompt-tokens 4                  | --dummy config.json
 x --speculate draft --draft-model=          | --draft-model config.json
 x --n 9223372036854775808                   | --n less than 2**63
@@ -33810,8 +33818,8 @@ x --set ffn_2d=true                         | --set ffn_2d requires --tp
 --quantize int4 --group-size 7              | --group-size 7
 --quantize int8 --group-size 64             | --group-size
 --quantize int4 --checkpoint {MOE}          | group_size 32 72 columns (8)
---quantize int8 --set quantize_skip=nope    | --quantize-skip: nope
---quantize int8 --dummy {MOE}/config.json --set quantize_skip=nope | --quantize-skip: nope
+--quantize int8 --set quantize_skip=nope    | --set quantize_skip: nope
+--quantize int8 --dummy {MOE}/config.json --set quantize_skip=nope | --set quantize_skip: nope
 --quantize int4 --dummy {MOE}/config.json --group-size 7 | --group-size 7
 --group-size 32                             | --group-size requires --quantize
 --set quantize_skip=head                    | quantize_skip requires --quantize
@@ -33832,8 +33840,9 @@ x --set ffn_2d=true                         | --set ffn_2d requires --tp
 --set plot=x.png                            | plot requires --quantize-report
 --quantize-report --quantize int8           | --quantize-report --quantize
 --quantize-report --group-size 7            | --group-size 7
---quantize-report --set plot=nowhere/x.png  | plot nowhere
---quantize-report --set quantize_skip=nope  | --quantize-skip: nope
+--quantize-report --set plot=nowhere/x.png  | --set plot nowhere
+--quantize-report --set plot=x.txt          | --set plot x.txt ends .png
+--quantize-report --set quantize_skip=nope  | --set quantize_skip: nope
 --bench-serving --policy nobody               | --policy nobody fcfs longest-prefix fair
 --bench-serving --policy longest-prefix --set prefix_cache=false | --policy prefix_cache=false
 --batch f --reorder --set prefix_cache=false | --reorder prefix_cache=false

@@ -498,6 +498,13 @@ def check_values(args: GenerateConfig) -> None:
     if args.offload is not None and args.offload != "cpu" and "/" not in args.offload:
         if not args.offload or not Path(args.offload).is_dir():
             raise ValueError(f"--offload {args.offload!r}: must be cpu or a folder that exists")
+    if args.device == "":
+        raise ValueError("--device is empty; give cpu, cuda or cuda:N")
+    if not re.fullmatch(r"(\*|https?://[^/\s]+)?", args.cors_origin):
+        raise ValueError(
+            f"--set cors_origin must be * or an origin such as https://example.org, without a path, "
+            f"not {args.cors_origin!r}"
+        )
     try:
         make_policy(args.policy)
     except ValueError as e:

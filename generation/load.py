@@ -116,7 +116,10 @@ def load(args: GenerateConfig, device: torch.device) -> tuple[Transformer, Token
         model = load_checkpoint(args.checkpoint, device, dtype, prepare=prepare)
     if args.adapter is not None:
         names = hf_modules(model)
-        merge_(load_adapters_(model, args.adapter, lambda name: names.get(name, name)))
+        try:
+            merge_(load_adapters_(model, args.adapter, lambda name: names.get(name, name)))
+        except ValueError as e:
+            raise ValueError(f"--adapter {args.adapter}: {e}") from None
     return optimize_for_inference_(args, model, shards), load_tokenizer(args.checkpoint)
 
 

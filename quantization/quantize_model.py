@@ -15,6 +15,7 @@ if __name__ == "__main__":
     raise SystemExit("this is a part of generate.py; run: python generate.py --help")
 
 import json
+import os
 import math
 import shutil
 import sys
@@ -212,7 +213,7 @@ def validate_skip(model: Transformer, skip: tuple[str, ...]) -> None:
     try:
         check_skip(model, skip)
     except ValueError as e:
-        raise ValueError(f"--quantize-{e}") from None
+        raise ValueError(f"--set quantize_{e}") from None
 
 
 def check_save(args: GenerateConfig) -> None:
@@ -225,6 +226,10 @@ def check_save(args: GenerateConfig) -> None:
         raise ValueError(f"--save {out}: exists and is not an empty folder; name another")
     if out.suffix == ".gguf" and args.quantize not in (None, "q8_0", "q4_0"):
         raise ValueError(f"--save {out}: GGUF has q8_0 and q4_0, not --quantize {args.quantize}")
+    existing = next(path for path in out.absolute().parents if path.exists())
+    folder = out.absolute().parent if out.suffix == ".gguf" else existing
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ValueError(f"--save {out}: no folder {folder} that can be written; name another")
 
 
 def save(args: GenerateConfig, model: Transformer) -> str:
@@ -530,6 +535,9 @@ class ReportRow:
     accuracy_delta: tuple[float, ...] = ()
 
 
+PLOT_SUFFIXES = ".png", ".svg", ".pdf"
+
+
 def check_report(args: GenerateConfig) -> None:
     """Validate the flags of --quantize-report before minutes of work; ValueError names the flag."""
     if args.group_size is not None:
@@ -538,7 +546,10 @@ def check_report(args: GenerateConfig) -> None:
         from training.metrics import pyplot
 
         if not args.plot.parent.is_dir():
-            raise ValueError(f"--plot {args.plot}: folder {args.plot.parent} does not exist")
+            raise ValueError(f"--set plot {args.plot}: folder {args.plot.parent} does not exist")
+        if args.plot.suffix not in PLOT_SUFFIXES:
+            names = ", ".join(PLOT_SUFFIXES)
+            raise ValueError(f"--set plot {args.plot}: give a name that ends in {names}")
         pyplot()
 
 

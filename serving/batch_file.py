@@ -116,8 +116,13 @@ def run_hash(args: GenerateConfig) -> str:
         settings["dummy"] = _digest(Path(args.dummy).read_bytes())
     folders = [] if args.dummy else [("checkpoint", args.checkpoint)]
     folders += [("adapter", args.adapter)] if args.adapter else []
-    folders += [*(args.adapters or ()), *(args.models or ())]
     content = [(name, folder_hash(folder)) for name, folder in folders]
+    for flag in ("adapters", "models"):
+        for name, folder in getattr(args, flag) or ():
+            try:
+                content.append((name, folder_hash(folder)))
+            except ValueError as e:
+                raise ValueError(f"--{flag} {name}={folder}: {e}") from None
     return _digest(json.dumps([settings, content]).encode())
 
 
