@@ -39670,36 +39670,66 @@ def test_train_scale_says_so_if_nothing_was_saved(train_runs, tmp_path, capsys):
     assert "nothing was saved yet" in capsys.readouterr().err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("seed", range(12))
+def damage_file(path: Path, other: Path, rng: random.Random) -> None:
+    """Replace a file by none, a link to nothing, a folder, one that may not be read, a part of it,
+    one of another model or type."""
+    odd = [b"", b"[" * 99_999, b"\xff\xfe cat", b"the cat\xe9", b"a\0", b'"x"', b"5", b"{}"]
+    content = path.read_bytes()
+    damage = rng.choice(["none", "link", "folder", "mode", "cut", "cut", "other", "other", *odd])
+    if damage == "mode":  # root reads it nevertheless
+        path.chmod(0)
+        return
+    path.unlink()
+    if damage == "link":
+        path.symlink_to("none")
+    elif damage == "folder":
+        path.mkdir()
+    elif damage == "cut":
+        path.write_bytes(content[: rng.randrange(1, len(content))])
+    elif damage == "other" and (other / path.name).is_file():
+        shutil.copy(other / path.name, path)
+    elif isinstance(damage, bytes):
+        path.write_bytes(damage)
+
+
+def all_files(folder: Path) -> dict[Path, Any]:
+    """Path -> content of all that lies in a folder, except its lock; {} if there is none."""
+    paths = (p for p in folder.rglob("*") if p.name != WL.LOCK)
+    return {p: p.read_bytes() if p.is_file() else None for p in paths}
+
+
+@pytest.mark.parametrize("seed", range(24))
 def test_train_scale_odd_folders_are_read_or_refused(seed, train_runs, tmp_path, capsys):
-    """--data and --init with files that are missing, empty, cut, of other types or too deep: a run,
-    or one line that names one of them."""
-    rng = random.Random(seed)
-    data, init = tmp_path / "data", train_runs.copy("sft", tmp_path / "init")
-    shutil.rmtree(init / SD.CHECKPOINTS)
+    """--data and --init with files that are missing, unreadable, cut, of another model or type, and
+    an index that names another shard: a run, or one line that names one of them, and OUT is as it
+    was, or not there."""
+    rng, data, init, out = random.Random(seed), *(tmp_path / x for x in ("data", "init", "out"))
+    model = HF.load_checkpoint(train_runs["sft"])
+    HF.save_checkpoint(model, init, rng.choice([100_000, 10**9]))
+    RF.copy_files(train_runs["sft"], init)
     data.mkdir()
-    text = b"the cat sat on a mat and saw the dog. " * 99
-    odd = [b"", b"[" * 99_999, b"\xff\xfe" + text, text + b"\xe9", text + b"\0", b'"x"', b"5", text]
-    for name in ("a.txt", "b.jsonl", "c.json", "d"):
-        (data / name).write_bytes(rng.choice([*odd, text, text]))
-    if rng.random() < 0.5:
-        (data / "b.jsonl").write_text(rng.choice(['{"text": "fine"}\n', '{"text": 5}', "{}"]))
-    for path in rng.sample(sorted(p for p in init.iterdir() if p.is_file()), seed % 3):
-        content = path.read_bytes()
-        path.unlink()
-        damage = rng.choice([None, "link", "folder", content[: len(content) // 2], *odd])
-        if damage == "link":
-            path.symlink_to(tmp_path / "none")
-        elif damage == "folder":
-            path.mkdir()
-        elif damage is not None:
-            path.write_bytes(damage)
-    argv = train_runs.argv(f"--init {init} --data {data} --steps 1", tmp_path / "out")
-    code = train_main(*argv)
+    text = "the cat sat on a mat and saw the dog. " * 99
+    for name in ("a.txt", "c.json", "d"):
+        (data / name).write_text(text)
+    (data / "b.jsonl").write_text(rng.choice([*['{"text": "fine"}\n'] * 4, '{"text": 5}', "{}"]))
+    if index := next(init.glob("*.index.json"), None) if seed % 4 == 0 else None:
+        names = (about := json.loads(index.read_text()))["weight_map"]
+        names[rng.choice([*names])] = rng.choice([*names.values(), "../x.safetensors"])
+        index.write_text(json.dumps(about))
+    files = [*data.iterdir(), *init.iterdir()]
+    for path in rng.sample(sorted(files), seed % 3):
+        damage_file(path, train_runs["small"], rng)
+    if seed % 2:
+        for name in ("tokenizer.json", "additional_chat_templates/x.jinja", RF.INPUTS, "mine"):
+            (out / name).parent.mkdir(parents=True, exist_ok=True)
+            (out / name).write_text("of an earlier start")
+    before, flags = (out.exists(), all_files(out)), rng.choice(["", "--pack"])
+    code = train_main(*train_runs.argv(f"--init {init} --data {data} --steps 1 {flags}", out))
     error = [x for x in capsys.readouterr().err.splitlines() if x.startswith("train.py: error")]
     assert (code, len(error)) in ((0, 0), (2, 1))
-    names = "init data out".split()
-    assert not error or any(str(tmp_path / name) in error[0] for name in names), error
+    assert not error or any(str(tmp_path / name) in error[0] for name in ("init", "data")), error
+    shutil.rmtree(out / "data", ignore_errors=True)  # of --pack, kept for the next start
+    assert not error or all_files(out) == before[1] and (out.exists() == before[0] or flags)
 
 
 @pytest.mark.parametrize("written", [True, False])

@@ -79,7 +79,7 @@ from training.optimizers import LossScaler, learning_rate
 from training.recovery import Diverged, Guard, stop_on_signals
 from training.replica_groups import ReplicaGroup
 from training.run_folder import INPUTS, check_new_folder, copy_files, input_hash, read_inputs
-from training.run_folder import record_inputs, verify_init, verify_input
+from training.run_folder import record_inputs, starting, verify_init, verify_input
 from training.state import CHECKPOINTS, TrainState, check_output_dir, export, needs_init
 from training.state import restore_settings, saved_run
 from training.step import LoadBalancer, clip_gradients, forward_backward, make_attend
@@ -90,7 +90,8 @@ def train(config: TrainConfig) -> None:
     """Train until --steps or a signal, from the newest checkpoint if resumed; then export."""
     restore_settings(config)
     with contextlib.ExitStack() as out:  # releases the lock of OUT
-        trainer = Trainer(config, out)
+        with contextlib.ExitStack() as start:  # undone by an error
+            trainer = Trainer(config, out, start)
         try:
             step = trainer.loop()
             trainer.finish(step)
@@ -104,13 +105,15 @@ def train(config: TrainConfig) -> None:
 class Trainer:
     """The parts of a run, in the order in which they are built, and the loop."""
 
-    def __init__(self, config: TrainConfig, out: contextlib.ExitStack):
+    def __init__(
+        self, config: TrainConfig, out: contextlib.ExitStack, start: contextlib.ExitStack
+    ):
         self.config, self.env = config, init_distributed(config)  # device, dtype, ranks
         same_on_all_ranks(self.env, lambda: common_inputs(config))
         model_cfg = model_config(config)
         # meshes; checks sizes
         self.layout = ParallelDims(config, model_cfg, self.env.world, self.env.device.type)
-        rank0_first(self.env, lambda: prepare_output(config, out))
+        rank0_first(self.env, lambda: prepare_output(config, out, start))
         same_on_all_ranks(self.env, lambda: common_files(config, self.env.rank))
         prepare_data = build_job_datasets if config.lora_jobs else build_dataset
         self.dataset = prepare_data(config, model_cfg, self.env)
@@ -329,16 +332,20 @@ def build_callbacks(
     return Callbacks(callbacks, state)
 
 
-def prepare_output(config: TrainConfig, locks: contextlib.ExitStack) -> None:
+def prepare_output(
+    config: TrainConfig, locks: contextlib.ExitStack, start: contextlib.ExitStack
+) -> None:
     """Make and lock OUT, without the temporary files of a save that was killed."""
     if config.tensorboard:
         summary_writer()  # fail now if tensorboard is not installed
+    made = [folder for folder in (config.out, *config.out.parents) if not folder.exists()]
     try:
         config.out.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise ValueError(f"--out {config.out}: {e.strerror}; give a folder to write") from None
     locks.enter_context(writer_lock(config.out))
     if not config.resume:
+        start.enter_context(starting(config.out, made))
         check_output_dir(config.out, saved_run(config.out))  # again, now that no other writes it
     for leftover in config.out.glob(".*.tmp"):
         leftover.unlink()

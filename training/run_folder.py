@@ -1,9 +1,11 @@
 """The folder of a run, OUT: its one writer, what it takes from --init, and what it was made from.
 
-Three rules keep a folder from mixing two runs:
+Four rules keep a folder from mixing two runs:
 
 - One process writes a folder at a time (writer_lock.py). Readers (--export DIR, --init of another
   run) take no lock and write nothing into it.
+- A start that is refused leaves OUT as it was, or not there (`starting`); only data/, in which
+  documents that were tokenized need not be tokenized again, is kept.
 - A start takes all of CHECKPOINT_FILES from --init, or none: what an earlier start has left is
   removed, so that no tokenizer, template or EOS of another model is used (`copy_files`).
 - Inputs are known by their content, not by their path. `inputs.json` has the sha256 of what --init,
@@ -23,7 +25,9 @@ if __name__ == "__main__":
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +36,7 @@ from model import CONFIGS
 from training.config import TrainConfig
 from training.data import source_files
 from training.shards import parse_sources
+from training.writer_lock import LOCK
 
 INPUTS = "inputs.json"
 TOKENIZERS = "tokenizer.model", "tokenizer.json"
@@ -43,6 +48,7 @@ MORE_TEMPLATES = "additional_chat_templates/*.jinja"
 TOKEN_FILES = "train.tokens", "val.tokens"
 ADAPTER_FILES = "adapter_config.json", "adapter_model.safetensors"
 ANOTHER_RUN = "or start a new run in another --out"
+BEFORE = ".before"  # in OUT while a run starts: what it replaces
 
 
 # --------------------------------------------------------------------------------------------------
@@ -72,6 +78,66 @@ def check_new_folder(flag: str, to: Path) -> None:
     """ValueError if a folder that a flag names holds something already."""
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ValueError(f"{flag} {to}: exists and is not an empty folder; name another")
+
+
+# --------------------------------------------------------------------------------------------------
+# The start of a run
+# --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def starting(out: Path, made: Iterable[Path]) -> Iterator[None]:
+    """Undo a start that raises. made: OUT and its parents, as far as the start has made them."""
+    try:
+        yield
+    except BaseException:
+        undo_start(out)
+        if made:
+            (out / LOCK).unlink(missing_ok=True)
+        for folder in made:
+            with suppress(OSError):  # data/ is kept
+                folder.rmdir()
+        raise
+    for before in _set_aside(out):
+        shutil.rmtree(before)
+
+
+def set_aside(folder: Path) -> None:
+    """Move the files that a start replaces to where undo_start finds them."""
+    undo_start(folder)  # one that was killed
+    (folder / BEFORE).mkdir()
+    _move_files(folder, folder / BEFORE)
+
+
+def undo_start(out: Path) -> None:
+    """The files of OUT, and of the folders of --lora-jobs in it, as before set_aside."""
+    for before in _set_aside(out):
+        folder = before.parent
+        for path in _start_files(folder):
+            path.unlink()
+        with suppress(OSError):
+            (folder / MORE_TEMPLATES).parent.rmdir()
+        _move_files(before, folder)
+        shutil.rmtree(before)
+        if folder != out:
+            with suppress(OSError):
+                folder.rmdir()
+
+
+def _set_aside(out: Path) -> list[Path]:
+    return [*out.glob(BEFORE), *out.glob(f"*/{BEFORE}")]
+
+
+def _start_files(folder: Path) -> list[Path]:
+    own = [folder / name for name in (INPUTS, *TOKEN_FILES)]
+    return checkpoint_files(folder) + [path for path in own if os.path.lexists(path)]
+
+
+def _move_files(source: Path, to: Path) -> None:
+    for path in _start_files(source):
+        target = to / path.relative_to(source)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        path.replace(target)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -136,15 +202,15 @@ def adapter_hash(folder: str | None) -> str | None:
 
 def record_inputs(config: TrainConfig) -> None:
     """Begin OUT/inputs.json: the content of each input, but of --lora-jobs, which record_job has.
-    CHECKPOINT_FILES of OUT are removed."""
-    copy_files(None, config.out)
+    Files of an earlier start are set aside."""
+    set_aside(config.out)
     names = ("init", "model", "reward") if config.lora_jobs else ("data", "init", "model", "reward")
     _write(config.out, {name: input_hash(config, name) for name in names})
 
 
 def record_job(config: TrainConfig, adapter: str | None) -> None:
     """The same of one of --lora-jobs, in its own folder: of its data and its adapter."""
-    copy_files(None, config.out)
+    set_aside(config.out)
     hashes = {"data": input_hash(config, "data"), "adapter": adapter_hash(adapter)}
     _write(config.out, hashes)
 

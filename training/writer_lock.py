@@ -17,7 +17,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -40,21 +40,26 @@ def file_lock(path: Path) -> Iterator[None]:
     if path.exists() and not path.is_file():
         yield
         return
-    lock, done = path.with_name(f".{path.name}.lock"), False
-    while not done:
-        with _locked(lock, path, "file") as f:
-            # its last owner may have removed it after it was opened here
-            if lock.exists() and os.path.samestat(os.fstat(f.fileno()), lock.stat()):
-                try:
-                    yield
-                finally:
-                    done = True
-                    lock.unlink(missing_ok=True)
+    lock = path.with_name(f".{path.name}.lock")
+    with _locked(lock, path, "file"):
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
 
 
 @contextmanager
-def _locked(lock: Path, what: Path, kind: str) -> Iterator[IO[str]]:
-    with open(lock, "a+", encoding="utf-8") as f:
+def _locked(lock: Path, what: Path, kind: str) -> Iterator[None]:
+    with _open_locked(lock, what, kind) as f:
+        f.truncate(0)
+        f.write(f"pid {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}\n")
+        f.flush()
+        yield
+
+
+def _open_locked(lock: Path, what: Path, kind: str) -> IO[str]:
+    while True:
+        f = open(lock, "a+", encoding="utf-8")
         try:
             _lock(f, what, kind)
         except OSError as e:
@@ -64,10 +69,14 @@ def _locked(lock: Path, what: Path, kind: str) -> Iterator[IO[str]]:
                 f"{f.name}: this file system has no locks: start no other run on this {kind}",
                 file=sys.stderr,
             )
-        f.truncate(0)
-        f.write(f"pid {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}\n")
-        f.flush()
-        yield f
+        except ValueError:
+            f.close()
+            raise
+        # its last owner may have removed it after it was opened here
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(f.fileno()), lock.stat()):
+                return f
+        f.close()
 
 
 def _lock(file: IO[str], what: Path, kind: str) -> None:
