@@ -39489,6 +39489,28 @@ def test_train_scale_a_start_takes_all_files_of_init_and_no_others(train_runs, t
     assert files(out) == files(init) and len(files(out)) > 3
 
 
+def test_train_scale_a_refused_start_after_a_killed_one_undoes_both(train_runs, tmp_path, capsys):
+    """Also in the folders of --lora-jobs; a start that succeeds keeps nothing of either, and new
+    parents of OUT go with it."""
+    out, bad = tmp_path / "out", tmp_path / "bad.jsonl"
+    jobs = [json.loads(line) for line in train_runs["jobs"].read_text().splitlines()]
+    bad.write_text("\n".join(map(json.dumps, [jobs[0], jobs[1] | {"data": [f"{SMALL}/none"]}])))
+    (out / "b").mkdir(parents=True)
+    for folder in (out, out / "b"):
+        for name in ("tokenizer.model", "val.tokens", RF.INPUTS):
+            (folder / name).write_text(f"{folder}/{name}")
+    before = all_files(out)
+    for folder in (out, out / "b"):
+        RF.set_aside(folder)
+        (folder / "val.tokens").write_text("of a start that was killed")
+    for to, old in ((out, before), (tmp_path / "new/parent", {})):
+        train_runs.run(f"--init {{plain}} --lora-jobs {bad}", to, 2)
+        assert f"{SMALL}/none" in capsys.readouterr().err and all_files(to) == old
+    assert not (tmp_path / "new").exists()
+    train_runs.run(f"--init {{plain}} --lora-jobs {train_runs['jobs']} --steps 1", out)
+    assert not [*out.rglob(RF.BEFORE)] and (out / "b" / "val.tokens").stat().st_size > 999
+
+
 def test_train_scale_inputs_may_move_but_not_change(train_runs, tmp_path, capsys):
     """A run whose --init, --data and working directory are elsewhere resumes with the bits of the
     undisturbed one, and exports; other content at the new place is refused."""
