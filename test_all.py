@@ -2747,6 +2747,18 @@ def test_template_of_endless_work_is_refused(monkeypatch):
         assert "a" in fine.render([message("user", "a")])
 
 
+def test_template_prompts_have_the_work_of_one_rendering(monkeypatch):
+    """Finding the message that a template leaves out renders again for each that it changes."""
+    monkeypatch.setattr("huggingface.template_limits.MAX_WORK", 10**6)
+    text = "{% for m in messages %}{{ m.content[1:] }}{{ turn() }}"
+    text += "{% for i in range(10**4) %}{% endfor %}{% endfor %}"
+    turns = []
+    turn = {"turn": lambda: turns.append(1) or ""}
+    template = ChatTemplate(Path("x.jinja"), {"default": text}, turn)
+    assert template.prompt([message("user", "hi")] * 20) == "i" * 20
+    assert 20 < len(turns) <= 10**6 / 10**4
+
+
 REFUSED |= {
     f"stop strings: {stop!r}": (partial(K.StopStrings, stop), "stop must be")
     for stop in ([""], ["a", ""], "abc", [1])
@@ -15919,6 +15931,8 @@ HTTP_REFUSED_CHATS = [
     ("max_completion_tokens must be", dict(max_completion_tokens=0)),
     ("tools is not supported", dict(tools=[{"type": "function"}])),
     ("violates the sandbox", dict(messages=[message("user", "unsafe")])),
+    ("does too much work", dict(messages=[message("user", "endless")])),
+    ("does too much work", dict(messages=[message("user", "x")], model="endless")),
     ("requires logprobs", dict(top_logprobs=1)),
     ("not both", dict(max_tokens=1, max_completion_tokens=1)),
 ]
@@ -15937,17 +15951,22 @@ HTTP_NO_CALL = [  # status, words, path, body
 ]
 
 
-def test_server_refuses_what_it_does_not_have():
+def test_server_refuses_what_it_does_not_have(monkeypatch):
     """Status, message and field of the API's error object, without a path of this machine. Of two
-    prompts, one of which is not valid, neither runs."""
+    prompts, one of which is not valid, neither runs. A template, or an adapter's own, that violates
+    the sandbox or never ends harms no other call."""
+    monkeypatch.setattr("huggingface.template_limits.MAX_WORK", 10**5)
     template = "{{ ''.__class__ if messages[0].content == 'unsafe' else messages[0].content }}"
+    template += f"{{% if messages[0].content == 'endless' %}}{NESTED_LOOPS}{{% endif %}}"
+    endless = ChatTemplate(REPO / "x.jinja", {"default": NESTED_LOOPS}, {})
+    tunes = {"endless": FINE_TUNE.FineTune(FINE_TUNE.TextFormat(endless))}
     tables = {
         "/v1/completions": (HTTP_REFUSED, dict(prompt="x")),
         "/v1/chat/completions": (HTTP_REFUSED_CHATS, dict(messages=[message("user", "x")])),
     }
     with http_server() as (server, url):
         unsafe = ChatTemplate(REPO / "x.jinja", {"default": template}, {})
-        server.model = replace(server.model, template=unsafe)
+        server.model = replace(server.model, template=unsafe, adapters=tunes)
         for path, (rows, default) in tables.items():
             for words, body in rows:
                 got = http_post(url, path, default | body)
@@ -15963,6 +15982,8 @@ def test_server_refuses_what_it_does_not_have():
         assert not server.engine.engine.counts["tokens_new"]
         for most in (dict(stream_options={}), dict(stop=["x" * 1000] * 16)):
             assert http_post(url, "/v1/completions", dict(prompt="x", **most)).is_success
+        chat = dict(messages=[message("user", "x")], max_tokens=2)
+        assert http_post(url, "/v1/chat/completions", chat).is_success
         assert http_get(f"{url}/v1/completions").status_code == 405
         gzip = http_post(url, "/v1/completions", b"\x1f\x8b\x08", Content_Encoding="gzip")
         assert (

@@ -122,12 +122,13 @@ class ChatTemplate:
 
     def prompt(self, messages: Any, system: str | None = None) -> str:
         """A user's messages (see parse_messages) as a prompt for the assistant's answer. ValueError
-        if the template leaves one out, as many do with roles that they do not know."""
+        if the template leaves one out, as many do with roles that they do not know. All renderings
+        that this takes have the work of one."""
         parsed = parse_messages(messages, system)
         prompt = self.render(parsed)
         marks = [f"[message {i} of {len(parsed)}]" for i in range(len(parsed))]
         try:
-            marked = self.render([m | {"content": x} for m, x in zip(parsed, marks)])
+            marked = self._render(self._values([m | {"content": x} for m, x in zip(parsed, marks)]))
         except ValueError:  # a template that wants a form of the content
             return prompt
         for i, (message, mark) in enumerate(zip(parsed, marks)):
@@ -144,7 +145,7 @@ class ChatTemplate:
         changed = [*messages]
         changed[i] = messages[i] | {"content": f"x{messages[i]['content']}"}
         try:
-            return self.render(changed) == prompt
+            return self._render(self._values(changed)) == prompt
         except ValueError:
             return False
 
@@ -157,20 +158,32 @@ class ChatTemplate:
         assistant's turn. variables: template-specific (tools, enable_thinking, ...). ValueError if
         the template rejects the messages or fails.
         """
-        from huggingface.template_limits import TooMuchWork, start_rendering
-        from jinja2 import TemplateError
-        from jinja2.sandbox import SecurityError
+        from huggingface.template_limits import start_rendering
 
         if not messages or not all(isinstance(m, dict) for m in messages):
             raise ValueError(f"messages must be a list of one or more objects, not {messages!r}")
-        messages = [_for_template(message) for message in messages]
+        values = self._values(messages, add_generation_prompt, **variables)
+        start_rendering(values)
+        return self._render(values)
+
+    def _values(
+        self, messages: list[dict[str, str]], add_generation_prompt: bool = True, **variables: Any
+    ) -> dict[str, Any]:
+        """What the template's variables are."""
         values = {**self.variables, "tools": None, "documents": None, **variables}
+        messages = [_for_template(message) for message in messages]
+        return values | {"messages": messages, "add_generation_prompt": add_generation_prompt}
+
+    def _render(self, values: dict[str, Any]) -> str:
+        """Render with the work that is left since start_rendering."""
+        from huggingface.template_limits import TooMuchWork
+        from jinja2 import TemplateError
+        from jinja2.sandbox import SecurityError
+
         with_tools = values["tools"] is not None and "tool_use" in self.templates
         template = self.templates["tool_use" if with_tools else "default"]
-        given = values | {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
-            start_rendering(given)
-            return template.render(given)
+            return template.render(values)
         except TooMuchWork:
             why = "does too much work on these messages: endless loops? Use another template"
         except SecurityError as e:
