@@ -2692,6 +2692,7 @@ def repeated(expression: str, start: str) -> str:
 
 # Work that is far beyond the test's limit, but ends: without a limit the test fails soon
 NESTED_LOOPS = "{% for i in range(10**3) %}{% for j in range(10**3) %}BODY{% endfor %}{% endfor %}"
+LONG_BODY = "{% set a = 1 %}" * 999
 TWINS = repeated("[ns.x, ns.x]", "1")  # 21 lists: 2^21 values as text
 BIG_VALUES = r"""'x' * 10**10; 10**10 * [1]; 10**(10**10); 2**(10**8); 1.5 | round(10**9)
 'x' | center(10**9); 'x' | center(width=10**9); 'x'.ljust(10**9); '1'.zfill(10**9)
@@ -2725,8 +2726,25 @@ ENDLESS = [
     *(TWINS + "{{ %s }}" % x for x in ("ns.x == ns.x", "ns.x is eq ns.x", "'{}'.format(ns.x)")),
     *(repeated("(ns.x, ns.x)", "1") + "{{ %s }}" % x for x in ("{ns.x: 1}", "{}[ns.x]")),
     repeated("namespace(a=ns.x, b=ns.x)", "1") + "{{ ns.x }}",
+    repeated("(ns.x, ns.x)", "1") + "{% set y = {ns.x: 1} %}",
+    "{% for i in range(10**3) %}BODY{% endfor %}".replace("BODY", LONG_BODY),
     *(
-        "{% set b = 'x' * 10**6 %}{% for i in range(10**3) %}{% set y = EXPRESSION %}"
+        start
+        + "{% for i in range(10**3) %}{% set y = EXPRESSION %}{% endfor %}".replace(
+            "EXPRESSION", call
+        )
+        for body in (LONG_BODY, "y" * 10**4)
+        for start, call in (
+            ("{% macro f() %}" + body + "{% endmacro %}", "f()"),
+            ("{% block f %}" + body + "{% endblock %}", "self.f()"),
+        )
+    ),
+    *(
+        "{% set y = '%20000d' % 1 %}{% set y = y.translate({32: y}) %}",
+        "{% set y = '%20000d' % 1 %}{% set y = y | replace(' ', 'a ') | wordwrap(1, true, y) %}",
+    ),
+    *(
+        "{% set b = '%100000d' % 1 %}{% for i in range(10**3) %}{% set y = EXPRESSION %}"
         "{% endfor %}".replace("EXPRESSION", x)
         for x in READS.split(";")
     ),
