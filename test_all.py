@@ -2739,9 +2739,9 @@ ENDLESS = [
             ("{% block f %}" + body + "{% endblock %}", "self.f()"),
         )
     ),
-    *(
-        "{% set y = '%20000d' % 1 %}{% set y = y.translate({32: y}) %}",
-        "{% set y = '%20000d' % 1 %}{% set y = y | replace(' ', 'a ') | wordwrap(1, true, y) %}",
+    *(  # a text for each character or word
+        "{% set y = '%5000d' % 1 %}{% set y = EXPRESSION %}".replace("EXPRESSION", x)
+        for x in ("y.translate({32: y})", "y | replace(' ', 'a ') | wordwrap(1, true, y)")
     ),
     *(
         "{% set b = '%100000d' % 1 %}{% for i in range(10**3) %}{% set y = EXPRESSION %}"

@@ -48,6 +48,7 @@ GROWING = {
     *"batch center expandtabs indent join list ljust replace rjust round slice split".split(),
     *"rsplit splitlines to_bytes tojson zfill".split(),
 }
+REPEATING = {"translate", "urlize", "wordwrap"}  # an argument, for each character, link or word
 SQUARE = {*"pprint striptags sum translate urlize wordwrap xmlattr".split()}  # time, at worst
 LISTS = {*"batch expandtabs list rsplit slice split splitlines".split()}  # elements of a text
 COMPARING_TESTS = {
@@ -117,7 +118,8 @@ def _growth(name: str, subject: Any, args: list[Any], units: float) -> float:
     if name == "generate_lorem_ipsum":  # paragraphs times words, 500 by default
         return (500 + numbers) ** 2
     if name in SQUARE:
-        return units**2 / CHARACTERS
+        repeats = name in REPEATING and any(not isinstance(x, int) for x in args)
+        return units**2 * (CHARACTERS / 4 if repeats else 1 / CHARACTERS)
     if name not in GROWING:
         return 0
     added = numbers + sum(map(len, texts))
