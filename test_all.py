@@ -24748,6 +24748,68 @@ def test_fine_tunes_chat_as_merged_folders_in_transformers(tmp_path):
     assert json.loads(got.out)["text"] == reference.decode(want[0, len(ids) :]), got.err
 
 
+def adapter_shelf(shelf: Path, folder: Path, outside: Path) -> str:
+    """A folder for --runtime-adapters: copies of an adapter's folder, most of them bad. Returns
+    paths that lead out of it, to `outside` and elsewhere."""
+    (shelf / "empty").mkdir(parents=True)
+    for name in ("a", "fifo", "link", "huge", "deep", "alpha", "b", "inner"):
+        shutil.copytree(folder, shelf / name)
+    (shelf / "fifo" / LO.WEIGHTS).unlink()
+    os.mkfifo(shelf / "fifo" / LO.WEIGHTS)
+    (shelf / "link" / LO.WEIGHTS).unlink()
+    (shelf / "link" / LO.WEIGHTS).symlink_to(outside / LO.WEIGHTS)
+    os.truncate(shelf / "huge" / LO.WEIGHTS, 2**40)  # a sparse file
+    (shelf / "deep" / LO.CONFIG).write_text("x" * 2**21)
+    config = json.loads((folder / LO.CONFIG).read_text())
+    (shelf / "alpha" / LO.CONFIG).write_text(json.dumps(config | {"lora_alpha": 1e308}))
+    (shelf / "up").symlink_to(outside)
+    (shelf / "inner" / "additional_chat_templates").mkdir()
+    (shelf / "inner" / "additional_chat_templates" / "x.jinja").symlink_to(outside / LO.CONFIG)
+    elsewhere = f"{outside} ../outside up link inner /etc /etc/passwd /home/alice/.ssh nothing"
+    return f"{elsewhere} b/{LO.CONFIG}"
+
+
+def load_adapter(url: str, name: str, path: str, **more) -> httpx.Response:
+    body = {"lora_name": name, "lora_path": path}
+    return http_post(url, "/v1/load_lora_adapter", body | more)
+
+
+def unload_adapter(url: str, name: str) -> int:
+    """The status."""
+    return http_post(url, "/v1/unload_lora_adapter", {"lora_name": name}).status_code
+
+
+def check_adapter_loads(url: str, shelf: Path) -> None:
+    """Load a and b; bad folders and names, and a third, are one 400 each."""
+    for name, path, status, words in (
+        ("a", "empty", 400, "adapter_config.json"),
+        ("../a", "a", 400, "a name has letters"),
+        ("test", "a", 400, "the model's own"),
+        ("a", "fifo", 400, "not a regular file"),
+        ("a", "huge", 400, "1099511627776 bytes"),
+        ("a", "deep", 400, "2097152 bytes"),
+        ("a", "alpha", 400, "finite in fp32"),
+        ("a", "a", 200, "Success"),
+        ("a", "a", 400, "loaded already"),
+        ("b", str(shelf / "b"), 200, "Success"),
+        ("c", "a", 400, "2 adapters are loaded"),
+    ):
+        done = load_adapter(url, name, path)
+        assert (done.status_code, words in done.text) == (status, True), done.text
+        assert path.startswith("/") or str(shelf.parent) not in done.text
+    assert load_adapter(url, "a", "a", x=1).status_code == 400
+
+
+def check_adapters_elsewhere(url: str, paths: list[str]) -> None:
+    """All that is not in the folder has one answer, which tells nothing of it."""
+    answers = set()
+    for path in [*paths, "a\0b", "x" * 5000]:
+        done = load_adapter(url, "b", path)
+        assert done.status_code == 400
+        answers.add(done.json()["error"]["message"])
+    assert len(answers) == 1, answers
+
+
 def test_adapters_over_http(tmp_path):
     """Each adapter is a model: listed, called by name, loaded and unloaded while another request
     runs, if the server allows it: from one folder, up to a number. A bad one, a file that would
@@ -24765,75 +24827,31 @@ def test_adapters_over_http(tmp_path):
         ids = tokenizer.encode("def f(", True)
         texts[name] = tokenizer.decode(ids + greedy_tokens(net, torch.tensor([ids]), 8))
     outside = adapter_folder(tmp_path / "outside", http_small()[0], 4, seed=7)
-    shelf = tmp_path / "shelf"
-    (shelf / "empty").mkdir(parents=True)
-    shutil.copytree(folder, shelf / "a")
-    for name in ("fifo", "link", "huge", "deep", "alpha", "b", "inner"):
-        shutil.copytree(folder, shelf / name)
-    (shelf / "fifo" / LO.WEIGHTS).unlink()
-    os.mkfifo(shelf / "fifo" / LO.WEIGHTS)
-    (shelf / "link" / LO.WEIGHTS).unlink()
-    (shelf / "link" / LO.WEIGHTS).symlink_to(outside / LO.WEIGHTS)
-    os.truncate(shelf / "huge" / LO.WEIGHTS, 2**40)  # a sparse file
-    (shelf / "deep" / LO.CONFIG).write_text("x" * 2**21)
-    config = json.loads((folder / LO.CONFIG).read_text())
-    (shelf / "alpha" / LO.CONFIG).write_text(json.dumps(config | {"lora_alpha": 1e308}))
-    (shelf / "up").symlink_to(outside)
-    (shelf / "inner" / "additional_chat_templates").mkdir()
-    (shelf / "inner" / "additional_chat_templates" / "x.jinja").symlink_to(outside / LO.CONFIG)
-    elsewhere = f"{outside} ../outside up link inner /etc /etc/passwd /home/alice/.ssh nothing"
-    elsewhere += f" b/{LO.CONFIG}"
-    answers = set()
+    elsewhere = adapter_shelf(shelf := tmp_path / "shelf", folder, outside)
     with http_server(model, tokenizer, engine=dict(adapters=pool)) as (server, url):
-        read = partial(SRUN.read_adapter, pool)
+        complete = lambda **more: http_post(url, "/v1/completions", ask | more)
         server.model.adapters = pool.adapters
-        load = lambda name, path, **more: http_post(
-            url, "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path} | more
-        )
-        unload = lambda name: http_post(url, "/v1/unload_lora_adapter", {"lora_name": name})
-        post = partial(http_post, url)
-        assert load("a", "a").status_code == unload("a").status_code == 403
+        assert load_adapter(url, "a", "a").status_code == unload_adapter(url, "a") == 403
+        read = partial(SRUN.read_adapter, pool)
         server.adapters = RUNTIME.RuntimeAdapters(pool, read, shelf, max_adapters=2)
-        assert post("/v1/completions", ask | {"model": "a"}).status_code == 404
+        assert complete(model="a").status_code == 404
         with ThreadPoolExecutor() as threads:
-            slow = threads.submit(post, "/v1/completions", ask | {"max_tokens": 100})
-            for name, path, status, words in (
-                ("a", "empty", 400, "adapter_config.json"),
-                ("../a", "a", 400, "a name has letters"),
-                ("test", "a", 400, "the model's own"),
-                ("a", "fifo", 400, "not a regular file"),
-                ("a", "huge", 400, "1099511627776 bytes"),
-                ("a", "deep", 400, "2097152 bytes"),
-                ("a", "alpha", 400, "finite in fp32"),
-                ("a", "a", 200, "Success"),
-                ("a", "a", 400, "loaded already"),
-                ("b", str(shelf / "b"), 200, "Success"),
-                ("c", "a", 400, "2 adapters are loaded"),
-            ):
-                done = load(name, path)
-                assert (done.status_code, words in done.text) == (status, True), done.text
-                assert path.startswith("/") or str(tmp_path) not in done.text
-            assert load("a", "a", x=1).status_code == 400
+            slow = threads.submit(complete, max_tokens=100)
+            check_adapter_loads(url, shelf)
             assert slow.result().status_code == 200
-        assert unload("b").status_code == 200
-        for path in elsewhere.split() + ["a\0b", "x" * 5000]:
-            done = load("b", path)
-            assert done.status_code == 400
-            answers.add(done.json()["error"]["message"])
-        assert len(answers) == 1, answers
+        assert unload_adapter(url, "b") == 200
+        check_adapters_elsewhere(url, elsewhere.split())
         listed = httpx.get(f"{url}/v1/models").json()["data"]
         assert [m["id"] for m in listed] == ["test", "a"] and listed[1]["parent"] == "test"
         assert httpx.get(f"{url}/v1/models/a").json()["id"] == "a"
         for name, text in texts.items():
-            done = post("/v1/completions", ask | {"model": name}).json()
+            done = complete(model=name).json()
             assert done["model"] == name and "def f(" + done["choices"][0]["text"] == text
-        assert unload("b").status_code == 404
-        assert unload("a").status_code == 200
-        assert post("/v1/completions", ask | {"model": "a"}).status_code == 404
-        assert not asyncio.run_coroutine_threadsafe(
-            cancelled_run(server.engine), server.engine.loop
-        ).result()
-        assert post("/v1/completions", ask).status_code == 200
+        assert unload_adapter(url, "b") == 404 and unload_adapter(url, "a") == 200
+        assert complete(model="a").status_code == 404
+        run = asyncio.run_coroutine_threadsafe(cancelled_run(server.engine), server.engine.loop)
+        assert not run.result()
+        assert complete().status_code == 200
 
 
 def test_adapters_of_other_keys_over_http(tmp_path):
