@@ -35753,6 +35753,8 @@ TRAIN_BAD = {  # flags -> words of the error, separated by "|"
     "--set min_lr_factor=5": "--set min_lr_factor|5",
     "--set memory_checkpoint_dir=x": "--memory-checkpoint-every",
     "--offload CPU": "--offload CPU",
+    "--offload {folder}/empty.txt": "--offload|empty.txt|another folder",
+    "--memory-checkpoint-every 1 --set memory_checkpoint_dir={folder}/empty.txt": "must be a folder",
     "--optimizer muon --offload cpu": "--optimizer muon",
     "--recompute most": "--recompute most",
     "--param-dtype bf16 --dtype fp32": "--param-dtype bf16",

@@ -435,7 +435,7 @@ def read_loads(path: Path, config: ModelConfig, counts: list[int]) -> list[list[
     if loads is None:
         loads = next(filter(None, map(parse, reversed(text.splitlines()))), None)
     ok = isinstance(loads, list) and len(loads) in (n, len(config.moe_layers))
-    for load, E in zip(loads, counts) if ok else ():
+    for load, E in zip(loads if ok else [], counts):
         ok = ok and isinstance(load, list) and len(load) == E
         ok = ok and all(type(x) in (int, float) and 0 <= x < math.inf for x in load)
     if not ok:

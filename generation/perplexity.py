@@ -47,7 +47,9 @@ def perplexity(
     window = model.config.context
     for chosen, best, best_ids in score(model, ids, window, top or 0, prefill, new_cache):
         total += chosen.double().sum().item()
-        for row in zip(chosen, best, best_ids) if top is not None else ():
+        if top is None:
+            continue
+        for row in zip(chosen, best, best_ids):
             token = ids[1 + len(entries)]
             entries.append(logprob_entry(tokenizer, token, *(x.tolist() for x in row)))
     metrics = {

@@ -379,8 +379,9 @@ class Sampler:
     ) -> None:
         """Advance the grammars of all rows, or of `rows`, by the first of ids (R, T)."""
         for row, run, n in zip(rows or range(len(ids)), ids.tolist(), counts):
-            for token in run[:n] if self.grammars[row] is not None else ():
-                self.states[row] = self.grammars[row].advance(self.states[row], token)
+            if (grammar := self.grammars[row]) is not None:
+                for token in run[:n]:
+                    self.states[row] = grammar.advance(self.states[row], token)
 
     def _copy_rows(self, rows: Sequence[int] | None, index: Tensor) -> Sampler:
         """A copy with the rows of self at `index`, and the features of `rows` alone (None: all)."""

@@ -114,8 +114,9 @@ def check_flags(args: argparse.Namespace, topics: list[str]) -> None:
         owner, flag = args.topic_of.get(name), f"--{name.replace('_', '-')}"
         require(not owner or owner in topics or name in known, f"{flag} requires --{owner}")
     require(len(topics) < 2, f"--{' cannot be combined with --'.join(topics)}")
-    for name in sorted(args.given - args.topic_of.keys() - known if topics else ()):
-        raise ValueError(f"--{name.replace('_', '-')} cannot be combined with --{topics[0]}")
+    if topics and (others := args.given - args.topic_of.keys() - known):
+        name = min(others).replace("_", "-")
+        raise ValueError(f"--{name} cannot be combined with --{topics[0]}")
 
 
 def plan_report(args: argparse.Namespace) -> str:

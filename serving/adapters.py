@@ -103,7 +103,8 @@ class Adapter:
         """Its first blocks that are in the pool: the last are evicted first."""
         entries = self.allocator.entries
         while self.blocks and entries.get(self.blocks[-1], (0, 0, 0))[2] != self.nodes[-1]:
-            self.blocks.pop(), self.nodes.pop()
+            self.blocks.pop()
+            self.nodes.pop()
         return self.blocks
 
     def share(self) -> list[int]:

@@ -129,7 +129,10 @@ async def client(
                 tokens.append(usage["completion_tokens"])
             if any(choice["text"] for choice in event["choices"]):
                 now = time.perf_counter()
-                firsts.append(now - start) if last is None else gaps.append(now - last)
+                if last is None:
+                    firsts.append(now - start)
+                else:
+                    gaps.append(now - last)
                 last = now
 
     await asyncio.gather(*map(stream, texts, lengths))

@@ -413,7 +413,9 @@ class KVStore:
                     os.unlink(path)
         files = {bytes.fromhex(Path(path).name): (size, path) for _, size, path in sorted(found)}
         used = sum(size for size, _ in files.values())
-        for key in self._least_useful([*files]) if used > self.max_bytes else ():
+        if used <= self.max_bytes:
+            return
+        for key in self._least_useful([*files]):
             if used <= self.max_bytes * 15 // 16:
                 break
             with suppress(FileNotFoundError, IsADirectoryError):

@@ -208,7 +208,8 @@ def insert_blocks(engine: Engine, tokens: list[int], kv: SwappedKV) -> int:
     missing; the number of new blocks. All are as recently used as if a sequence had ended."""
     blocks, size, first = engine.allocator, engine.allocator.block_size, None
     chain: list[int] = []
-    for at in range(0, kv.n - size + 1, size) if blocks.prefix_cache else ():
+    end = kv.n - size + 1 if blocks.prefix_cache else 0
+    for at in range(0, end, size):
         parent, content = blocks.node(chain[-1]) if chain else 0, tuple(tokens[at : at + size])
         found = blocks.find(parent, content)
         if found is not None:

@@ -178,9 +178,10 @@ class Predictor:
     def observe(self, seq: Sequence) -> None:
         """A sequence ended."""
         n = len(seq.tokens) - seq.n_prompt
-        for key in ((seq.client, seq.n_prompt.bit_length()), seq.client) if n else ():
-            number, total, squares = self.sums.pop(key, (0, 0, 0))
-            self.sums[key] = number + 1, total + n, squares + n * n
+        if n:
+            for key in ((seq.client, seq.n_prompt.bit_length()), seq.client):
+                number, total, squares = self.sums.pop(key, (0, 0, 0))
+                self.sums[key] = number + 1, total + n, squares + n * n
         while len(self.sums) > MAX_CLIENTS:
             del self.sums[next(iter(self.sums))]
 
@@ -593,7 +594,8 @@ def make_policy(spec: str, clock: Callable[[], float] = time.perf_counter) -> An
     make = POLICIES[name]
     known = {f.name: f.type for f in fields(make)} if isinstance(make, type) else {}
     values: dict[str, Any] = {}
-    for pair in rest.split(",") if rest else ():
+    pairs = rest.split(",") if rest else []
+    for pair in pairs:
         key, _, value = pair.partition("=")
         key, dot, client = key.partition(".")
         kind = known.get(key, "")

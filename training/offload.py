@@ -263,7 +263,10 @@ class OffloadedOptimizer:
         devices = {p.device for p, _ in params}
         _check(len(devices) == 1, f"parameters must be on one device, not on {devices}")
         if files:
-            where.mkdir(parents=True, exist_ok=True)
+            try:
+                where.mkdir(parents=True, exist_ok=True)
+            except OSError as e:
+                raise OSError(f"--offload {where}: {e.strerror}; give another folder") from None
         self._host_states: dict[Parameter, _HostState] = {}
         for i, (p, settings) in enumerate(params):
             if files and _local(p).numel() > 0:  # an empty file cannot be mapped

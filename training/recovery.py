@@ -42,6 +42,7 @@ import uuid
 import weakref
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -139,7 +140,8 @@ def _load(path: Path, verify: bool = False) -> tuple[dict, dict[str, Tensor]]:
 def make_private_folder(folder: Path) -> None:
     """Make a folder that no other user can read or write. OSError if there is one that another
     user has made or could write to: its name can be guessed, and /dev/shm is writable by all."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with suppress(FileExistsError):  # a file, or a link that leads nowhere: refused below
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.lstat()
     private = found.st_uid == os.getuid() and not found.st_mode & 0o022
     if not (stat.S_ISDIR(found.st_mode) and private):

@@ -84,7 +84,10 @@ class TokenWindows:
     def step(self, max_tokens: int) -> None:
         """Run the forward pass of at most max_tokens (> 0), or, after the last, the backward pass
         of a window."""
-        self._forward(max_tokens) if self.is_forward else self._backward()
+        if self.is_forward:
+            self._forward(max_tokens)
+        else:
+            self._backward()
 
     def _forward(self, max_tokens: int) -> None:
         at = slice(self.n_forward, min(len(self.tokens), self.n_forward + max_tokens))
