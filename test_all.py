@@ -39622,6 +39622,58 @@ def test_train_scale_files_are_not_removed_or_added(change, words, train_runs, t
     assert words in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.parametrize("flags, out, words", [
+    ("--data {text}", "text", "--out {out}: its files would be among those of --data {text};"),
+    ("--data {text}", "link", "--out {out}: its files would be among those of --data {text};"),
+    ("--data {text}", "text/new", "--out {out}: its files would be among those of --data {text};"),
+    ("--data {corpus} --data {x}", "out", "--out {out}: its files would be among those of --data"),
+    ("--lora-jobs {text}/j --init {plain}", ".", "--out {text}: its files would be among those of"),
+    ("--lora-jobs {text}/j --init {plain}", "taken", "--out {out}/text: holds a model but no run"),
+    ("--model {model}/config.json", "model", "--out {out}: holds config.json of no run; choose"),
+    ("", "files", "--out {out}: holds tokenizer.json of no run; choose another folder"),
+    ("", "text/a.txt", "--out {out}: File exists; give a folder to write"),
+    ("", "text/a.txt/x", "--out {out}: Not a directory; give a folder to write"),
+    ("--offload {text}/a.txt", "new", "--offload {text}/a.txt/"),
+])  # fmt: skip
+def test_train_scale_out_has_nothing_of_others(flags, out, words, train_runs, tmp_path, capsys):
+    """A folder to write that cannot be written, holds inputs, or has files that a run would
+    replace, is refused by its flag; no file of it changes."""
+    for name in ("text", "files", "model", "taken/text", "out/data/x"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "text")
+    shutil.copy(train_runs["tiny"], tmp_path / "model" / "config.json")
+    for file in ("files/tokenizer.json", "taken/text/adapter_model.safetensors", "text/a.txt"):
+        (tmp_path / file).write_text("some words " * 200)
+    data = tmp_path / "text" if out == "." else train_runs["corpus"]
+    job = dict(name="text", rank=2, data=[str(data)])
+    (tmp_path / "text" / "j").write_text(json.dumps(job))
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    paths = {name: tmp_path / name for name in ("text", "model")} | {"x": tmp_path / "out/data/x"}
+    paths |= {"out": tmp_path / out, "plain": train_runs["plain"], "corpus": train_runs["corpus"]}
+    argv = train_runs.argv(f"{flags.format_map(paths)} --steps 1 --batch-size 2", paths["out"])
+    assert train_main(*argv) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"train.py: error: {words.format_map(paths)}"), error
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_train_scale_folders_that_cannot_be_written_are_named():
+    """By another user than root, who may write everywhere: of --out, and of a lock."""
+    root, folder = os.geteuid() == 0, Path(tempfile.mkdtemp())
+    folder.chmod(0o555)
+    os.seteuid(65534) if root else None
+    try:
+        with pytest.raises(ValueError, match=f"^--out {folder}/x: Permission denied; give a fold"):
+            RF.make_folder("--out", folder / "x")
+        with pytest.raises(ValueError, match=f"^--out {folder}: Permission denied; give a folder"):
+            RF.make_folder("--out", folder)
+        with pytest.raises(ValueError, match=f"^{folder}: cannot be written .*another folder$"):
+            WL.writer_lock(folder).__enter__()
+    finally:
+        os.seteuid(0) if root else None
+        folder.rmdir()
+
+
 def test_train_scale_a_changed_reward_is_refused(tmp_path):
     """Also if it is at the place that the run has saved."""
     file = tmp_path / "reward.py"

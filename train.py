@@ -78,9 +78,10 @@ from training.objectives import build_objective
 from training.optimizers import LossScaler, learning_rate
 from training.recovery import Diverged, Guard, stop_on_signals
 from training.replica_groups import ReplicaGroup
-from training.run_folder import INPUTS, check_new_folder, copy_files, input_hash, read_inputs
-from training.run_folder import record_inputs, starting, verify_init, verify_input
-from training.state import CHECKPOINTS, TrainState, check_output_dir, export, needs_init
+from training.run_folder import INPUTS, check_apart, check_new_folder, check_output_dir, copy_files
+from training.run_folder import input_hash, make_folder, read_inputs, record_inputs, starting
+from training.run_folder import verify_init, verify_input
+from training.state import CHECKPOINTS, TrainState, export, needs_init
 from training.state import restore_settings, saved_run
 from training.step import LoadBalancer, clip_gradients, forward_backward, make_attend
 from training.writer_lock import writer_lock
@@ -339,10 +340,9 @@ def prepare_output(
     if config.tensorboard:
         summary_writer()  # fail now if tensorboard is not installed
     made = [folder for folder in (config.out, *config.out.parents) if not folder.exists()]
-    try:
-        config.out.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise ValueError(f"--out {config.out}: {e.strerror}; give a folder to write") from None
+    if not config.resume:
+        check_apart(config)
+    make_folder("--out", config.out)
     locks.enter_context(writer_lock(config.out))
     if not config.resume:
         start.enter_context(starting(config.out, made))

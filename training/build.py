@@ -29,6 +29,7 @@ from training.lora import apply_lora_
 from training.lora_jobs import apply_lora_jobs_, job_groups, read_jobs
 from training.offload import OffloadedOptimizer, OptimizerInBackward
 from training.optimizers import ChainedOptimizer, StochasticAdamW, mup_factors, muon_split
+from training.run_folder import make_folder
 from training.state import CHECKPOINTS, saved_run
 from training.step import SINGLE_PROCESS
 from training.upcycle import upcycle_, upcycle_config
@@ -174,6 +175,8 @@ def build_optimizer(
         return OptimizerInBackward(plain, factory)
     if args.offload:
         where = "cpu" if args.offload == "cpu" else offload_folder(args)
+        if where != "cpu":
+            make_folder("--offload", where)
         return OffloadedOptimizer(plain, factory, where)
     return layout.optimizer(plain, factory)
 

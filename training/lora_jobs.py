@@ -53,7 +53,8 @@ from training.config import TrainConfig
 from training.data import decode, is_padding, json_objects
 from training.dataset import Dataset, build_dataset
 from training.lora import TARGETS, LoRALinear, make_lora_linear, read_adapters, save_adapters
-from training.run_folder import ANOTHER_RUN, adapter_hash, input_hash, read_inputs, record_job
+from training.run_folder import ANOTHER_RUN, adapter_hash, check_apart, check_output_dir
+from training.run_folder import input_hash, make_folder, read_inputs, record_job
 from training.step import NextToken, count_targets, validate
 
 
@@ -328,6 +329,15 @@ class LoRAJobs:
         return [job_parameters(model, name) for name in self.objectives]
 
 
+def prepare_job(job: LoRAJob, own: TrainConfig) -> None:
+    """Make OUT/NAME, without the files of an earlier start. ValueError if it is of no run."""
+    make_folder("--out", own.out)
+    if not own.resume:
+        check_apart(own)
+        check_output_dir(own.out, None)
+        record_job(own, job.adapter)
+
+
 def build_job_datasets(config: TrainConfig, model_cfg: ModelConfig, env: DistEnv) -> Dataset:
     """The data set of each job, in OUT/NAME, and what is common to all. Collective."""
     jobs = read_jobs(config.lora_jobs)
@@ -344,10 +354,7 @@ def build_job_datasets(config: TrainConfig, model_cfg: ModelConfig, env: DistEnv
     datasets = {}
     for job in jobs:
         own = job.config(config, len(jobs))
-        own.out.mkdir(parents=True, exist_ok=True)
-        rank0_first(
-            env, lambda own=own, job=job: None if own.resume else record_job(own, job.adapter)
-        )
+        rank0_first(env, lambda own=own, job=job: prepare_job(job, own))
         datasets[job.name] = build_dataset(own, model_cfg, env)
     prints = [{"job": asdict(job), "text": datasets[job.name].fingerprint} for job in jobs]
     size, padding = (sum(getattr(d, x) for d in datasets.values()) for x in ("size", "padding"))

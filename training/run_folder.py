@@ -26,6 +26,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -33,7 +34,7 @@ from typing import Any
 
 from huggingface.weights import write_atomically
 from model import CONFIGS
-from training.config import TrainConfig
+from training.config import DRAFT_HEAD, TrainConfig
 from training.data import source_files
 from training.shards import parse_sources
 from training.writer_lock import LOCK
@@ -78,6 +79,47 @@ def check_new_folder(flag: str, to: Path) -> None:
     """ValueError if a folder that a flag names holds something already."""
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ValueError(f"{flag} {to}: exists and is not an empty folder; name another")
+
+
+def make_folder(flag: str, folder: Path) -> None:
+    """Make a folder that a flag names. ValueError if no file can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as e:
+        raise ValueError(f"{flag} {folder}: {e.strerror}; give a folder to write") from None
+
+
+def check_output_dir(out: Path, saved: tuple[Path, int, Any] | None) -> None:
+    """ValueError if OUT holds what a new run would overwrite. saved: the checkpoint in OUT."""
+    if saved is not None:
+        raise ValueError(
+            f"--out {out}: holds a run of {saved[1]} steps; continue it with --resume, or choose "
+            "another folder"
+        )
+    existing = {path.name for path in out.glob("*.safetensors")}
+    if existing:
+        what = "a draft head" if existing == {DRAFT_HEAD} else "a model but no run to resume"
+        raise ValueError(f"--out {out}: holds {what}; choose another folder")
+    files = [out / name for name in ("config.json", "metrics.jsonl", *TOKEN_FILES)]
+    files = [path for path in (*files, *checkpoint_files(out)) if os.path.lexists(path)]
+    if files and not (out / INPUTS).exists():  # an earlier start has this file
+        raise ValueError(f"--out {out}: holds {files[0].name} of no run; choose another folder")
+
+
+def check_apart(config: TrainConfig) -> None:
+    """ValueError if OUT lies in a folder of --data, or that in OUT's for shards: a resumed run
+    would read files of its own as text."""
+    out = config.out.resolve()
+    for source in parse_sources(config.data or ()):
+        folder = Path(source.path).resolve()
+        inside = out.is_relative_to(folder) or folder.is_relative_to(out / "data")
+        if folder.is_dir() and inside:
+            raise ValueError(
+                f"--out {config.out}: its files would be among those of --data {source.path}; "
+                "choose another folder"
+            )
 
 
 # --------------------------------------------------------------------------------------------------

@@ -26,14 +26,15 @@ from parallel import to_local
 from parallelism.parallel_dims import ParallelDims
 from training.checkpoint import CheckpointInfo, Checkpoints, ShardedTensor, checkpoint_path
 from training.checkpoint import flat_regions, list_steps, read_full_tensors, read_user_metadata
-from training.config import DRAFT_HEAD, FIXED, RESTORED, SAVED_AS, TrainConfig
+from training.config import FIXED, RESTORED, SAVED_AS, TrainConfig
 from training.config import absolute_paths, check_combinations
 from training.flags import check_limits
 from training.lora import apply_lora_, merge_, save_adapters
 from training.lora_jobs import LoRAJob, apply_lora_jobs_, check_same_jobs, save_jobs
 from training.optimizers import LossScaler, muon_split
 from training.recovery import Guard
-from training.run_folder import input_hash, read_inputs, verify_init
+from training.run_folder import check_output_dir, input_hash, make_folder, read_inputs
+from training.run_folder import verify_init
 from training.shards import parse_sources
 
 CHECKPOINTS = "checkpoints"
@@ -233,19 +234,6 @@ def needs_init(config: TrainConfig) -> bool:
     return bool(frozen or (config.task == "grpo" and config.kl))
 
 
-def check_output_dir(out: Path, saved: tuple[Path, int, Any] | None) -> None:
-    """ValueError if OUT holds results that a new run would overwrite."""
-    if saved is not None:
-        raise ValueError(
-            f"--out {out}: holds a run of {saved[1]} steps; continue it with --resume, or choose "
-            "another folder"
-        )
-    existing = {path.name for path in out.glob("*.safetensors")}
-    if existing:
-        what = "a draft head" if existing == {DRAFT_HEAD} else "a model but no run to resume"
-        raise ValueError(f"--out {out}: holds {what}; choose another folder")
-
-
 def read_state(out: Path) -> dict[str, Tensor]:
     """All full tensors of the newest checkpoint in OUT: "weight.NAME", "exp_avg.NAME", ..."""
     path, *_ = saved_run(out)
@@ -266,6 +254,7 @@ def export(
     if verify:
         good = Checkpoints(out / CHECKPOINTS, read_only=True).newest()
         path, metadata = good.path, good.metadata
+    make_folder("--export", to)
     run = metadata["run"]
     if run.get("lora_jobs") or run.get("lora"):
         moved = TrainConfig(out=out, init=Path(init or run["init"]))

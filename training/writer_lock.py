@@ -59,7 +59,11 @@ def _locked(lock: Path, what: Path, kind: str) -> Iterator[None]:
 
 def _open_locked(lock: Path, what: Path, kind: str) -> IO[str]:
     while True:
-        f = open(lock, "a+", encoding="utf-8")
+        try:
+            f = open(lock, "a+", encoding="utf-8")
+        except OSError as e:
+            error = f"{what}: cannot be written ({e.strerror}: {lock}); choose another {kind}"
+            raise ValueError(error) from None
         try:
             _lock(f, what, kind)
         except OSError as e:
