@@ -39540,7 +39540,7 @@ def test_train_scale_a_start_takes_all_files_of_init_and_no_others(train_runs, t
     (init / "additional_chat_templates").mkdir()
     (init / "additional_chat_templates" / "tool_use.jinja").write_text("x")
     (out := tmp_path / "out").mkdir()
-    for name in ("tokenizer.json", "added_tokens.json", "special_tokens_map.json"):
+    for name in ("inputs.json", "tokenizer.json", "added_tokens.json", "special_tokens_map.json"):
         (out / name).write_text("stale")
     flags = TRAIN_RUNS["grpo"].replace("{sft}", str(init)).replace("--steps 4", "--steps 1")
     rows = metrics(train_runs.run(flags, out))

@@ -111,8 +111,8 @@ def check_output_dir(out: Path, saved: tuple[Path, int, Any] | None) -> None:
 def check_apart(config: TrainConfig) -> None:
     """ValueError if OUT lies in a folder of --data, or that in OUT's for shards: a resumed run
     would read files of its own as text."""
-    out = config.out.resolve()
-    for source in parse_sources(config.data or ()):
+    out, is_text = config.out.resolve(), config.task in ("text", "draft-head")
+    for source in parse_sources(config.data or ()) if is_text else ():  # others are JSONL files
         folder = Path(source.path).resolve()
         inside = out.is_relative_to(folder) or folder.is_relative_to(out / "data")
         if folder.is_dir() and inside:
