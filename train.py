@@ -106,9 +106,7 @@ def train(config: TrainConfig) -> None:
 class Trainer:
     """The parts of a run, in the order in which they are built, and the loop."""
 
-    def __init__(
-        self, config: TrainConfig, out: contextlib.ExitStack, start: contextlib.ExitStack
-    ):
+    def __init__(self, config: TrainConfig, out: contextlib.ExitStack, start: contextlib.ExitStack):
         self.config, self.env = config, init_distributed(config)  # device, dtype, ranks
         same_on_all_ranks(self.env, lambda: common_inputs(config))
         model_cfg = model_config(config)

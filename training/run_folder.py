@@ -104,7 +104,8 @@ def check_output_dir(out: Path, saved: tuple[Path, int, Any] | None) -> None:
         raise ValueError(f"--out {out}: holds {what}; choose another folder")
     files = [out / name for name in ("config.json", "metrics.jsonl", *TOKEN_FILES)]
     files = [path for path in (*files, *checkpoint_files(out)) if os.path.lexists(path)]
-    if files and not (out / INPUTS).exists():  # an earlier start has this file
+    started = (out / INPUTS).exists() or (out / BEFORE).exists()
+    if files and not started:
         raise ValueError(f"--out {out}: holds {files[0].name} of no run; choose another folder")
 
 
