@@ -21876,6 +21876,78 @@ def test_data_documents_are_encoded_as_prompts(text_folders, tmp_path, name, kin
         assert rows[:, 1:].flatten()[: len(want) - 1].tolist() == want[1:]
 
 
+PIECE_MODELS = {"bpe pieces": "bpe", "unigram pieces": "unigram"}
+ENCODED_ALIKE = [  # tokenizer, and how it is stored if not as it is published
+    *PIECE_MODELS, "llama2", "llama2/pieces", "llama2 no prefix/pieces", "llama3", "qwen", "tekken",
+    "gguf of bpe pieces", "gguf of qwen2", "gguf of tekken",
+]  # fmt: skip
+
+
+def tokenizer_of_kind(name: str, text_folders: Path, to: Path) -> tuple[Path, Callable]:
+    """A folder with this tokenizer, and text -> ids by sentencepiece or transformers."""
+    import sentencepiece
+
+    if name.startswith("gguf of "):
+        source, reference = tokenizer_of_kind(name[8:], text_folders, to / "source")
+        for file, data in GT.read(Path("x.gguf"), GT.write(source, 5000)).items():
+            (to / file).write_bytes(data)
+        return to, reference
+    to.mkdir(parents=True, exist_ok=True)
+    if name in PIECE_MODELS:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(hostile_corpus()), model_writer=(model := io.BytesIO()),
+            model_type=PIECE_MODELS[name], vocab_size=900, byte_fallback=True, minloglevel=2,
+            normalization_rule_name="identity", remove_extra_whitespaces=False,
+            add_dummy_prefix=name != "bpe pieces",
+        )  # fmt: skip
+        (to / "tokenizer.model").write_bytes(model.getvalue())
+        sp = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+        return to, lambda text, bos=True: [1] * bos + sp.encode(text)
+    if name in GT.SPLITS:
+        tables = gguf_tokenizer_folder(to, name)
+    else:
+        shutil.copytree(text_folders / name, to, dirs_exist_ok=True)
+        tables = text_folders / name.removesuffix("/pieces")
+    encode = transformers().AutoTokenizer.from_pretrained(tables)
+    return to, lambda text, bos=True: encode(text, add_special_tokens=bos).input_ids
+
+
+@pytest.mark.parametrize("name", ENCODED_ALIKE)
+def test_data_prompts_and_requests_are_encoded_alike(text_folders, tmp_path, name):
+    """Documents and chats of train.py, generate.py's prompt and /tokenize have the ids of
+    sentencepiece or transformers for the tokenizer, and for the GGUF file made of it."""
+    (tmp_path / "init").mkdir()
+    init, reference = tokenizer_of_kind(name, text_folders, tmp_path / "init")
+    (init / "chat_template.jinja").write_text(TURN_TEMPLATES[1])
+    (out := tmp_path / "out").mkdir()
+    config = tiny(vocab_size=5000, bos_id=1, eos_ids=(2,), max_seq_len=4000)
+    TX.prepare_tokenizer(SimpleNamespace(out=out, init=init, resume=None), (), 5000)
+    encode, delimiters = TX.make_encoder(out, config), TX.read_delimiters(out, config)
+    tokenizer = K.load_tokenizer(init)
+    template = load_chat_template(init)
+    format, model = (
+        SimpleNamespace(template=template, eos_ids=(2,)),
+        OA.Model("m", tokenizer, template, 4000, 5000),
+    )
+    known = HOSTILE.keys() - {"empty", "special", "added", "marks"}  # has tokens of some tokenizers
+    for text in [HOSTILE[key] for key in sorted(known)]:
+        want = reference(text)
+        args = SimpleNamespace(prompt_tokens=None, chat=False, checkpoint=init, system_prompt=None)
+        assert OA.parse_tokenize({"prompt": text}, model) == want
+        assert PROMPT.prompt_ids(args, text, tokenizer, config, format) == want
+        row = DA.delimit(encode([text])[0], delimiters)
+        assert row[: len(want)] == want and len(row) <= len(want) + 1
+        chat = [message("user", text), message("assistant", f"{text}é")]
+        args.chat, prompt = True, template.render(chat[:1], add_generation_prompt=True)
+        want = reference(prompt, False)
+        assert PROMPT.prompt_ids(args, text, tokenizer, config, format) == want
+        call = OA.parse_chat({"messages": chat[:1]}, model)
+        assert call.requests[0].ids == want
+        values = TRAIN_CHATS.chat_tokens(chat, *TX.load_chat(out, config))
+        ids = torch.where(values < 0, ~values, values).tolist()
+        assert ids == reference(template.render(chat, add_generation_prompt=False), False)
+
+
 def test_data_sets_of_text_have_all_tokens_of_their_sources(text_folders, tmp_path):
     """Two files in shards: the size is that of their rows, no input is padding, and rows of one
     file do not depend on the other. A run that is resumed without its token files writes the same
