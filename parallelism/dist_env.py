@@ -132,10 +132,10 @@ def same_on_all_ranks(env: DistEnv, work: Callable[[], Mapping[str, Any]]) -> No
             raise result
     for rank, result in enumerate(results):
         for name, value in results[0].items():
-            if result.get(name) != value:
+            if (other := result.get(name)) != value:
                 raise ValueError(
-                    f"{name} is {result.get(name)!s:.60} on rank {rank}, but {value!s:.60} on rank 0; "
-                    "start all ranks with the same flags and files"
+                    f"{name} is {other!s:.60} on rank {rank}, but {value!s:.60} on rank 0; start "
+                    "all ranks with the same flags and files"
                 )
 
 
