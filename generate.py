@@ -35,7 +35,7 @@ them in one step: the same distribution, and the same text when greedy (speculat
 --early-exit runs fewer layers for some tokens, and may change the text (generation/early_exit.py).
 
 --tp, --pp and --ep shard the weights and the KV cache over ranks (generation/load.py,
-parallelism/pipeline_inference.py), --cp shards the KV cache by tokens, for long contexts
+generation/pipeline_inference.py), --cp shards the KV cache by tokens, for long contexts
 (parallelism/kv_parallel.py). The text is that of one process up to summation order; if weights are
 sharded and quantized also up to quantization, since each rank chooses scales for its own shard.
 Each rank samples on its own and must get the same tokens: all ranks need the same kind of device
@@ -81,13 +81,13 @@ from generation.bench import RunTimings, benchmark, device_name, measure_bandwid
 from generation.bench import speedup, summarize, summary_line, time_steps, weight_bytes
 from generation.chat import Chat, chat_loop
 from generation.config import CHAT_CONTEXT, DTYPES, GenerateConfig, parse_args
-from generation.decoder_parts import AttendFactory, RunAhead, attention_and_cache, budgeted_cache
-from generation.decoder_parts import can_run_ahead, check_logprobs, pick_attention
-from generation.decoder_parts import reserve_lookahead_, sampling_params, sdpa, set_speculator_
-from generation.decoder_parts import shard_kv_cache_
+from generation.decoder_setup import AttendFactory, RunAhead, attention_and_cache, budgeted_cache
+from generation.decoder_setup import can_run_ahead, check_logprobs, pick_attention
+from generation.decoder_setup import reserve_lookahead_, sampling_params, sdpa, set_speculator_
+from generation.decoder_setup import shard_kv_cache_
 from generation.load import is_quantized, load, moe_layers, open_gguf, optimize_for_inference_
 from generation.load import pick_device
-from generation.perplexity import perplexity, read_text
+from serving.perplexity import perplexity, read_text
 from generation.prompt import fit_to_context, prompt_ids, prompt_text, text_format
 from generation.ranks import process_group, rank0_then_broadcast, run_on_all_or_raise
 from generation.sampling import Sampler, logprobs_of
@@ -95,7 +95,7 @@ from huggingface.tokenizer import Continuation, StopStrings, TextStream, Tokeniz
 from huggingface.tokenizer import logprob_entry
 from model import KVCache, Transformer
 from paged_kv import CUDAGraphRunner, SamplingParams
-from parallelism.rank_env import rank_env
+from training.rank_env import rank_env
 from training.flags import out_of_memory
 
 IMPORT_SECONDS = time.perf_counter() - START
@@ -423,7 +423,7 @@ def build_decoder(
             raise
         raise ValueError(f"--set logit_bias {str(e).partition(' ')[2]}") from None
     if args.is_on("pp"):
-        from parallelism.pipeline_inference import PipelineDecoder
+        from generation.pipeline_inference import PipelineDecoder
 
         return PipelineDecoder(decoder, args.mesh, prefill_chunks)
     if args.is_on("cp"):
@@ -437,10 +437,10 @@ def build_decoder(
 
 
 def build_history(args: GenerateConfig, decoder: Decoder) -> Any:
-    """--kv-store: a kv_history.py's History of the decoder; None without."""
+    """--kv-store: a prompt_cache.py's History of the decoder; None without."""
     if args.kv_store is None:
         return None
-    from generation.kv_history import History, open_store
+    from generation.prompt_cache import History, open_store
 
     return History(open_store(args, decoder.model), decoder, prefill, args.block_size)
 
@@ -517,7 +517,7 @@ def score_file(args: GenerateConfig) -> None:
 
 def save_quantized(args: GenerateConfig) -> None:
     """--save: the quantized checkpoint, or a GGUF file."""
-    from quantization import quantize_model
+    from generation import quantize_model
 
     quantize_model.check_save(args)
     model, _ = load(args, pick_device(args.device))
@@ -526,7 +526,7 @@ def save_quantized(args: GenerateConfig) -> None:
 
 def quantize_report(args: GenerateConfig) -> None:
     """--quantize-report: bytes, loss and speed of every scheme on this checkpoint."""
-    from quantization import quantize_model
+    from generation import quantize_model
 
     if is_quantized(args.checkpoint):
         raise ValueError(
@@ -534,7 +534,7 @@ def quantize_report(args: GenerateConfig) -> None:
         )
     dtype, accuracy = DTYPES[args.dtype] if args.dtype else None, None
     if args.choices is not None:
-        from generation import evaluate
+        from serving import evaluate
 
         accuracy = partial(evaluate.acc_and_norm, evaluate.read_task(args))
     speed = partial(decode_speed, args)
@@ -578,8 +578,8 @@ def run(args: GenerateConfig) -> int:
 
 def run_engine(args: GenerateConfig) -> int:
     """The modes of the continuous-batching engine. Returns the exit code."""
-    from generation import evaluate  # here: tqdm and the Engine take 0.1 s
-    from serving import run as engine
+    from serving import evaluate  # here: tqdm and the Engine take 0.1 s
+    from serving import entrypoints as engine
 
     if args.choices is not None:
         evaluate.run(args)

@@ -18,7 +18,7 @@ are removed by truncating the KV cache. Three parts:
                   a trained head (EAGLE, arXiv:2401.15077), or one drafter inside another (staged,
                   arXiv:2308.04623).
 
-generation/draft_length.py chooses how many drafts a step has.
+generation/speculation_length.py chooses how many drafts a step has.
 
 k drafts with acceptance rate a give (1 - a^(k+1)) / (1 - a) tokens per step of the model. When it
 loses: in large batches, whose steps are compute-bound; where a draft costs much of a step (small

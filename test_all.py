@@ -14,7 +14,7 @@ their own. All models are tiny random ones or the shipped checkpoints.
     serving traces policies replica simulate pools row_order length_batching   serving/
     colocation time_sharing variants server unacked lockstep kv_transfer       serving/
     cluster page adapters shared_models vattention kv_store                    serving/
-    programs                                        generation/programs.py, values.py
+    programs                                        serving/programs.py, values.py
     calibrate sparse gemm gguf                               quantization/
     data optimizers offload recompute chunked_loss lora token_windows          training/
     alignment tuning                                                           training/
@@ -125,13 +125,20 @@ import moe as O
 import paged_kv as P
 import parallel
 import quantize as Q
-from parallelism import async_tp, auto_sharding, context_parallel as CP, cost_model, datacenter
-from parallelism import einsum_model as EM, helix, inference_parallel, kernel_model as KM
-from parallelism import kv_parallel as KVP, l2_residency as L2R, mixed_cluster, network_topology
-from parallelism import perseus, pipeline as PL, pipeline_search, planner
-from parallelism import quantized_collectives as QC, ring_self_attention as RSA, scaling_laws
-from parallelism import schedules as SC, search, serving_cost as SCOST, serving_plan as SPLAN
-from parallelism import sharded_attention as SA, solvers, spindle, training_plan, uneven_sharding
+from parallelism import async_tp, context_parallel as CP
+from planner import auto_sharding, cost_model, datacenter
+from parallelism import inference_parallel
+from planner import einsum_model as EM, helix, kernel_model as KM
+from parallelism import kv_parallel as KVP
+from planner import l2_residency as L2R, mixed_cluster, network_topology
+from parallelism import pipeline as PL
+from planner import perseus, pipeline_search, __main__ as planner
+from parallelism import quantized_collectives as QC, ring_self_attention as RSA
+from planner import scaling_laws
+from parallelism import schedules as SC
+from planner import search, serving_cost as SCOST, serving_plan as SPLAN
+from parallelism import sharded_attention as SA
+from planner import solvers, spindle, training_plan, uneven_sharding
 from parallelism import zero
 from quantization import gemm as X, sparse as Z
 from serving import adapter_merging as MERGING, adapters as AD
@@ -146,40 +153,55 @@ import model as M
 import speculative as E
 import train as T
 from generation import cascade as CASCADE, chat as CHAT, config as GCONF, cpu, cpu_decode
-from generation import decoder_parts as PARTS, draft_length as DK, drafting as D, early_exit as EE
-from generation import energy as ENERGY, evaluate as EVAL, gpu_report as REPORT, json_schema as JS
-from generation import kv_history as KVH, kv_select as KS, load as LOAD, perplexity as PPL
-from generation import plot_decode as PLOT, program_examples as EXAMPLES, programs as PR
+from generation import decoder_setup as PARTS, speculation_length as DK, drafting as D
+from generation import early_exit as EE
+from generation import energy as ENERGY, gpu_report as REPORT, json_schema as JS
+from serving import evaluate as EVAL
+from generation import prompt_cache as KVH, kv_eviction as KS, load as LOAD
+from serving import perplexity as PPL
+from generation import plot_decode as PLOT
+from serving import program_examples as EXAMPLES, programs as PR
 from generation import prompt as PROMPT
-from generation import ranks as RANKS, ratings as RATE, sampling as S
-from generation import schema_merging as SCHEMA_MERGING, stream as STREAM, structured as GR
-from generation import values as VALUES
-from huggingface import convert as CONVERT, fine_tune as FINE_TUNE, gguf_tokenizer as GT
+from generation import ranks as RANKS, sampling as S
+from serving import ratings as RATE
+from generation import layer_offload as STREAM, schema_merging as SCHEMA_MERGING
+from generation import structured as GR
+from serving import values as VALUES
+from huggingface import mha_to_gqa as CONVERT, fine_tune as FINE_TUNE, gguf_tokenizer as GT
 from huggingface import tokenizer as K, weights as HF
 from huggingface.chat_template import ChatTemplate, load_chat_template
-from parallelism import diloco as DL, dist_env as DIST_ENV, dry_run, expert_parallel as Y
-from parallelism import parallel_dims as L, pipeline_model as ST, rank_env as RANK_ENV
-from parallelism.dist_env import has_fast_bf16
-from quantization import calibrate as C, gguf as GGUF, gguf_file as GF, quantize_model as W
+from parallelism import diloco as DL, expert_parallel as Y
+from training import dist_env as DIST_ENV, dry_run
+from training import parallelize as L, pipeline_model as ST, rank_env as RANK_ENV
+from training.dist_env import has_fast_bf16
+from generation import quantize_model as W
+from huggingface import gguf_checkpoint as GGUF, gguf_file as GF
+from quantization import calibrate as C
 from serving import async_engine as ASYNC, batch as V, batch_file as BF, cascade_engine as CE
 from serving import cluster as CLUSTER
-from serving import colocation as CO, compare_adapters as COMPARE_ADAPTERS
+from planner import colocation as CO
+from serving import compare_adapters as COMPARE_ADAPTERS
 from serving import compare_servers as COMPARE, disaggregated, disaggregated_replicas as DR
-from serving import failover as FAILOVER, finetune, kv_store as KVS, kv_transfer as KT
-from serving import length_batching as LB, lockstep as LOCKSTEP, metrics as METRICS
+from serving import replicated_engine as FAILOVER, finetune, kv_store as KVS, kv_transfer as KT
+from planner import length_batching as LB
+from serving import tp_worker as LOCKSTEP, metrics as METRICS
 from serving import migration as MIGRATION, openai_api as OA, paged_drafting as PD
-from serving import policies as POLICY, row_order as ROWS, run as SRUN
+from serving import policies as POLICY, reorder as ROWS, entrypoints as SRUN
 from serving import runtime_adapters as RUNTIME, server as SV
-from serving import shared_models as SHARED, simulate as SIM, simulated_pools as POOLS
-from serving import simulated_replica as RP, time_sharing as TS, traces as TR, unacked as UNACKED
-from serving import variant_simulator as VS, variants as VA, vattention as VM
+from planner import simulate as SIM, simulated_pools as POOLS
+from serving import shared_models as SHARED
+from planner import simulated_replica as RP, time_sharing as TS
+from serving import traces as TR, unacked as UNACKED
+from planner import variant_simulator as VS, variants as VA
+from serving import vattention as VM
 from serving import virtual_memory as MEM
 from training import alignment as AL, build as BUILD, callbacks as CB, chats as TRAIN_CHATS
 from training import checkpoint as CK, chunked_loss as CL, config as TCONF, data as DA
 from training import dataset as TX, draft_head as DH, lora as LO, lora_jobs as LJ, metrics as MT
 from training import offload as OF, optimizers as OP, python_text as PT, recompute as RC
 from training import recovery as RE, shards as SHARDS, state as SD, step as STEP
-from training import token_windows as TW, trials as TRIALS, tuning as TU, watchdog as WD
+from serving import token_windows as TW
+from training import lr_sweep as TRIALS, tuning as TU, watchdog as WD
 from training import run_folder as RF, writer_lock as WL
 
 import torch._dynamo  # torch would import it lazily: here once, before any fork
@@ -187,7 +209,7 @@ import torch.distributed.checkpoint._fsspec_filesystem  # noqa: F401, likewise
 import torch.distributed.tensor.debug  # noqa: F401, which imports Triton
 
 REPO = Path(__file__).resolve().parent
-DRAWERS = "huggingface generation serving quantization training parallelism".split()
+DRAWERS = "huggingface generation serving quantization training parallelism planner".split()
 FILES = {  # every Python file of the project except this one: name -> path
     path.stem: path
     for folder in (REPO, *(REPO / drawer for drawer in DRAWERS))
@@ -2067,7 +2089,7 @@ def test_weights_of_a_bad_folder_are_refused(fault, tmp_path, capsys):
 
 
 def test_weights_pooled_kv_heads_are_means(tmp_path, capsys):
-    """huggingface.convert: the logits of the model whose key-value heads are the means of their
+    """huggingface.mha_to_gqa: the logits of the model whose key-value heads are the means of their
     groups; tokenizer files are copied."""
     config = tiny(family="qwen2", n_kv_heads=4, qkv_bias=True)
     model, tokens = random_model(config), random_tokens(config, 2, 9)
@@ -9459,15 +9481,16 @@ def parse_command(command: str, monkeypatch: Any) -> None:
     else:
         module, argv = words[1 + (words[1] == "-m")], words[2 + (words[1] == "-m") :]
     path = REPO / (module if module.endswith(".py") else module.replace(".", "/") + ".py")
+    path = path if path.is_file() else path.with_suffix("") / "__main__.py"
     module = module_name(path)
     assert path.is_file() and "__main__" in path.read_text()
     if module == "generate":
         GCONF.parse_args(argv)
     elif module == "train" and argv != ["--help"]:
         TCONF.parse_args(argv)
-    elif module == "parallelism.planner":
+    elif module == "planner.__main__":
         planner.parse_args(argv)
-    elif module == "serving.simulate":
+    elif module == "planner.simulate":
         GCONF.parse_args(["--bench-serving", *SIM.parse_args(argv)[1]])
     elif any(word.startswith("--") for word in argv) and module not in OWN_PARSERS:
         main = importlib.import_module(module).main
@@ -9484,7 +9507,7 @@ def parse_command(command: str, monkeypatch: Any) -> None:
 
 # They compare sys.argv with a word or two, or hand it to a library's own program.
 NOT_COMMANDS = "python FILE.py", "torchrun --max-restarts", "python train.py --task smooth"
-OWN_PARSERS = ("parallelism.diloco", "generation.bench", "generation.lm_eval_model", "train")
+OWN_PARSERS = ("parallelism.diloco", "generation.bench", "serving.lm_eval_model", "train")
 
 
 @pytest.mark.parametrize("program", ["generate.py", "train.py"])
@@ -9504,9 +9527,7 @@ def test_files_end_at_ctrl_c_while_they_import(program, tmp_path):
         assert process.communicate() == ("", "") and process.returncode == -signal.SIGINT
 
 
-@pytest.mark.parametrize(
-    "command", ["train.py --dry-run 1 --model draft", "-m parallelism.planner --gpus 8"]
-)
+@pytest.mark.parametrize("command", ["train.py --dry-run 1 --model draft", "-m planner --gpus 8"])
 def test_files_end_silently_when_their_output_is_closed(command):
     """Nobody reads what a program prints, as behind `head`: no error, no traceback."""
     reader, writer = os.pipe()
@@ -9538,7 +9559,7 @@ def test_files_quote_commands_that_work(tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 def test_files_quote_plans_that_are_printed(capsys):
     """Every quoted command of the planner prints its report."""
-    plans = {c for _, c in quoted_commands() if c.startswith("python -m parallelism.planner")}
+    plans = {c for _, c in quoted_commands() if c.startswith("python -m planner")}
     assert len(plans) > 15
     for command in sorted(plans):
         planner.main(shlex.split(command)[3:])
@@ -9599,7 +9620,7 @@ def defined_names(path: Path) -> set[str]:
     return set(re.findall(r"^(?:async def|def|class) (\w+)", path.read_text(), re.MULTILINE))
 
 
-READING = REPO / "parallelism" / "READING.md"
+READING = REPO / "planner" / "READING.md"
 
 
 def reading_faults(text: str) -> list[str]:
@@ -11267,7 +11288,7 @@ def test_kv_select_ctrl_c_leaves_no_wrong_key(start, T):
     run(cache, text, 0, 30)
     for line in itertools.count(1, 5):
         other = copy.deepcopy(cache)
-        if not interrupted_at(line, "kv_select.py", lambda: run(other, text, start, start + T)):
+        if not interrupted_at(line, "kv_eviction.py", lambda: run(other, text, start, start + T)):
             assert line > 50
             return
         run(other, want, start, start + n)
@@ -11845,7 +11866,7 @@ def test_evaluate_lm_eval_gives_the_accuracies_of_choices(tmp_path):
     pytest.importorskip("lm_eval", reason="pip install lm_eval==0.4.13")
     path = write_lines(tmp_path / "task.jsonl", (q._asdict() for q in python_task()[:12]))
     (tmp_path / "local.yaml").write_text(LM_EVAL_TASK % path)
-    argv = ["-m", "generation.lm_eval_model", "--model", "sheaf", "--tasks", "local"]
+    argv = ["-m", "serving.lm_eval_model", "--model", "sheaf", "--tasks", "local"]
     argv += ["--model_args", f"checkpoint={DRAFT},dtype=fp32,quantize=int8,max_num_seqs=8"]
     argv += ["--include_path", tmp_path, "--output_path", tmp_path / "out", "--log_samples"]
     env = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
@@ -11872,7 +11893,7 @@ def test_evaluate_lm_eval_class_scores_texts_and_generates():
     over lm-eval's windows; generate_until == greedy text up to the stop string, or sampled text;
     contexts may be empty or too long. Mistakes are named, by the program in one line."""
     pytest.importorskip("lm_eval", reason="pip install lm_eval==0.4.13")
-    LME = importlib.import_module("generation.lm_eval_model")
+    LME = importlib.import_module("serving.lm_eval_model")
     lm = LME.SheafLM(checkpoint=str(SMALL), dtype="fp32", device="cpu", batch_size=4)
     ask = lambda method, *args: method([SimpleNamespace(args=a) for a in args])
     text = "import os\n\n\ndef f(a):\n    return a\n"
@@ -11901,7 +11922,7 @@ def test_evaluate_lm_eval_class_scores_texts_and_generates():
         ask(lm.generate_until, (prompt, dict(max_gen_toks=512)))
     with pytest.raises(ValueError, match="--model_args colour"):
         LME.SheafLM(colour="red")
-    done = run(*"-m generation.lm_eval_model --model sheaf --tasks nothing".split(), timeout=900)
+    done = run(*"-m serving.lm_eval_model --model sheaf --tasks nothing".split(), timeout=900)
     assert done.returncode == 1 and done.stderr.splitlines()[-1] == (
         "lm_eval_model.py: error: Tasks not found: nothing"
     ), done.stderr
@@ -13580,7 +13601,7 @@ def test_row_order_of_what_is_left_is_that_of_the_whole_file(tmp_path):
 
 def test_row_order_is_the_same_in_every_process():
     """The order does not depend on the hash seed, which differs when a run is resumed."""
-    code = f"import json; from serving.row_order import *; requests = {row_requests()}\n"
+    code = f"import json; from serving.reorder import *; requests = {row_requests()}\n"
     code += "print(group_requests(requests, ('prompt', 'prompt_ids')), json.dumps(requests))"
     orders = {run("-c", code, env={"PYTHONHASHSEED": str(i)}).stdout for i in range(2)}
     assert len(orders) == 1 and len(orders.pop()) > 1000
@@ -14034,7 +14055,7 @@ def test_traces_are_described_and_kept_by_the_command(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------
-# serving/simulated_replica.py, serving/simulate.py
+# planner/simulated_replica.py, planner/simulate.py
 # --------------------------------------------------------------------------------------------------
 
 
@@ -14369,7 +14390,7 @@ def test_simulate_foretells_the_engine(tmp_path, monkeypatch, capsys):
 
 
 # --------------------------------------------------------------------------------------------------
-# serving/simulated_pools.py
+# planner/simulated_pools.py
 # --------------------------------------------------------------------------------------------------
 
 POOLS_COST = RP.StepCost(5e-3, 1e-4, 1e-6, 5e-5)
@@ -15346,7 +15367,7 @@ REFUSED |= {
 
 
 # --------------------------------------------------------------------------------------------------
-# serving/variants.py
+# planner/variants.py
 # --------------------------------------------------------------------------------------------------
 
 
@@ -17352,7 +17373,7 @@ def test_server_lm_eval_scores_as_perplexity_does(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------
-# lockstep.py
+# tp_worker.py
 # --------------------------------------------------------------------------------------------------
 
 LOCKSTEP_REQUESTS = [  # prompt, SamplingParams
@@ -18771,7 +18792,7 @@ def test_page_compares_two_servers(page, tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------
-# generation/programs.py
+# serving/programs.py
 # --------------------------------------------------------------------------------------------------
 
 
@@ -19217,7 +19238,7 @@ REFUSED |= {
 
 
 # --------------------------------------------------------------------------------------------------
-# serving/colocation.py, serving/time_sharing.py
+# planner/colocation.py, planner/time_sharing.py
 # --------------------------------------------------------------------------------------------------
 
 
@@ -20558,7 +20579,7 @@ def test_gemm_kernels_compile_for_gpus(arch, tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------
-# gguf.py, gguf_tokenizer.py
+# gguf_checkpoint.py, gguf_tokenizer.py
 # --------------------------------------------------------------------------------------------------
 
 # Tokens of llama.cpp, which runs the same files. After a change of checkpoints/small, with a Python
@@ -25474,7 +25495,7 @@ REFUSED |= {
 
 
 # --------------------------------------------------------------------------------------------------
-# serving/kv_store.py, generation/kv_history.py
+# serving/kv_store.py, generation/prompt_cache.py
 # --------------------------------------------------------------------------------------------------
 
 
@@ -30942,7 +30963,7 @@ def test_planner_refuses_models_that_it_would_miscount(tmp_path):
         cost_model.load_shape(str(path))
     with pytest.raises(ValueError, match="--model a+: File name too long"):
         cost_model.load_shape("a" * 300)
-    done = run("-S", "-m", "parallelism.planner", "--model", path)
+    done = run("-S", "-m", "planner", "--model", path)
     assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert re.search(r"--model \S+config.json: install \w+ to read a config.json", done.stderr)
 
@@ -31705,7 +31726,7 @@ def test_planner_error_names_the_missing_memory():
     with pytest.raises(SystemExit) as caught:
         planner.main(["--model", "llama3-405b", "--gpus", "8"])
     said, shape = str(caught.value), cost_model.SHAPES["llama3-405b"]
-    assert said.startswith("planner.py: no plan fits") and "\n" not in said
+    assert said.startswith("python -m planner: no plan fits") and "\n" not in said
     assert ": weights 94.5, gradients 189.0, optimizer 567.0, " in said
     numbers = r"needs (\S+) of 72.0 .*80.0\): (.*); short by (\S+) "
     need, kinds, short = re.search(numbers, said).groups()
@@ -31849,7 +31870,7 @@ def test_planner_searches_16384_gpus(monkeypatch):
 
 def test_planner_needs_the_standard_library_alone():
     """Without site-packages and without flags, it plans a model on one server."""
-    done = run("-S", "-m", "parallelism.planner")
+    done = run("-S", "-m", "planner")
     assert done.returncode == 0 and not done.stderr
     assert done.stdout.startswith("llama3-8b, 8.0B parameters, on 8 h100: ")
 
@@ -33700,7 +33721,7 @@ GENERATE_MODES = {
     "batch": "--batch {requests} --kv-blocks 64 --max-new-tokens 8 --seed 3",
     "interactive": "--interactive --set ctx_size=99 --temperature 0 --max-new-tokens 8",
     "serving": "--bench-serving 3 --json --kv-blocks 64 --set output_tokens=2:5",
-    "program": f"--program {REPO}/generation/program_examples.py:streaming_pipeline",
+    "program": f"--program {REPO}/serving/program_examples.py:streaming_pipeline",
     "choices": "--choices {questions} --num-fewshot 1 --json",
 }
 GENERATE = """
@@ -33874,7 +33895,7 @@ x --n 9223372036854775808                   | --n less than 2**63
 x --n 4611686018427387904                   | out of memory
 x --min-p 1.5                               | --min-p 1.5
 --program nowhere.py                        | --program nowhere.py: no such file
---program {REPO}/generation/program_examples.py:x | program_examples.py:x: it has no `async def x
+--program {REPO}/serving/program_examples.py:x | program_examples.py:x: it has no `async def x
 x --set logit_bias=70000:1                  | --set logit_bias 70000 4095
 x --set logit_bias=5=1                      | --set logit_bias must be ID:BIAS 5=1
 x --set min_new_tokens=300                  | --set min_new_tokens 300 200
@@ -35769,7 +35790,7 @@ REFUSED["lora jobs: fewer rows of a job than ranks"] = (
 
 
 def test_train_trials_equal_separate_runs(train_runs, tmp_path, capsys):
-    """python -m training.trials: the losses of each trial, all trained in one vmap, are those of
+    """python -m training.lr_sweep: the losses of each trial, all trained in one vmap, are those of
     train.py with its --lr; at another width, with muP, too. The best is marked and printed."""
     flags = f"{TRAIN_BASE} --data {train_runs['corpus']} --grad-clip 0.1".split()
     config = json.loads(Path(train_runs["tiny"]).read_text()) | dict(tie_word_embeddings=False)
@@ -35896,7 +35917,7 @@ TRAIN_BAD = {  # flags -> words of the error, separated by "|"
     "--resume --out {fp16} --set optimizer_in_backward=true --grad-clip 0": "--grad-clip 0",
     "--resume --out {fp16} --set optimizer_in_backward=true": "--grad-clip 0",
     "--resume --out {fp16} --lora 4": "--lora 4|None",
-    # python -m training.trials
+    # python -m training.lr_sweep
     "trials --lrs 1e-3 --widths 33": "--widths 33|dim 33",
     "trials --lrs 1e-3 --model small-moe": "--model|MoE",
     "trials --lrs 1e-3,nan": "--lrs",

@@ -28,7 +28,7 @@ Guarantees, tested by test_all.py:
   of a resumed run are bitwise those of an uninterrupted one (on CPU).
 - The loss of a step is the mean over its *tokens*: every micro-batch's sum is divided by the token
   count of the whole step on all ranks, so micro-batch size and rank count change only rounding.
-- Parallelism (--tp --cp --ep --zero ..., parallel_dims.py) changes only rounding: one seed gives
+- Parallelism (--tp --cp --ep --zero ..., parallelize.py) changes only rounding: one seed gives
   the same weights and batches under every layout, and a checkpoint resumes under any other.
   Exception: --aux-loss is computed per micro-batch.
 - A checkpoint is written atomically and verified by sha256 before it is loaded. SIGTERM and Ctrl-C
@@ -59,9 +59,9 @@ for folder in "huggingface generation serving quantization training parallelism"
     if spec.submodule_search_locations[0] != str(ROOT / folder):
         sys.exit(f"train.py: error: {spec.origin} shadows {folder}/; uninstall that package")
 
-from parallelism.dist_env import DistEnv, all_ranks_reach, init_distributed, rank0_first
-from parallelism.dist_env import same_on_all_ranks
-from parallelism.parallel_dims import ParallelDims
+from training.dist_env import DistEnv, all_ranks_reach, init_distributed, rank0_first
+from training.dist_env import same_on_all_ranks
+from training.parallelize import ParallelDims
 from training.build import build_model, build_optimizer, compile_model, meta_model, model_config
 from training.callbacks import (
     Callback, Callbacks, DiLoCoWorker, MemoryCheckpoints, OffloadFolder, Profiler, RankMonitor,
@@ -416,7 +416,7 @@ def main(argv: list[str] | None = None) -> int:
         elif config.export is not None:
             export_run(config)
         elif config.dry_run:
-            from parallelism.dry_run import dry_run  # imported late: fake tensors take a second
+            from training.dry_run import dry_run  # imported late: fake tensors take a second
 
             model_cfg = model_config(config)
             check_experts(config, model_cfg)

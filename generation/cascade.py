@@ -57,9 +57,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from generation.config import GenerateConfig, parse_args
+from huggingface.gguf_checkpoint import is_gguf, source_path
 from huggingface.tokenizer import read_json
 from huggingface.weights import write_atomically
-from quantization.gguf import is_gguf, source_path
 
 FEATURES = ("mean log-probability", "minimum", "logarithm of the length")
 RIDGE = 1e-2  # of the regression, on standardized features

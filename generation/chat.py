@@ -40,7 +40,7 @@ class Chat:
         history: Any = None,
     ):
         """decoder, run_rows: generate.py's Decoder, and its loop over the steps of a prompt.
-        history: kv_history.py's History, whose conversation is continued."""
+        history: prompt_cache.py's History, whose conversation is continued."""
         self.decoder, self.run_rows, self.tokenizer = decoder, run_rows, tokenizer
         self.template, self.system, self.history = template, system, history
         self.reset()

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from generation import kv_select
+from generation import kv_eviction
 from huggingface.tokenizer import check_utf8
 from model import CONFIGS
 from paged_kv import SamplingParams
@@ -55,7 +55,7 @@ class GenerateConfig(Settings):
     perplexity: Path | None = flag(
         None, "print the perplexity of this text and exit", metavar="FILE")
     choices: str | None = flag(
-        None, "print the accuracy on multiple-choice questions and exit (generation/evaluate.py): "
+        None, "print the accuracy on multiple-choice questions and exit (serving/evaluate.py): "
         "lines of prompt, choices and answer, a number from 0; without FILE: the next line of "
         "Python's standard library", nargs="?", const="", metavar="FILE.jsonl")
     num_fewshot: int = flag(
@@ -199,12 +199,12 @@ class GenerateConfig(Settings):
     # KV budget
     kv_budget: float | None = flag(
         None, "cache and read at most this share of the prompt's and new tokens, to 1, or this "
-        "number of tokens, per layer and KV head (generation/kv_select.py)", "positive",
+        "number of tokens, per layer and KV head (generation/kv_eviction.py)", "positive",
         metavar="SHARE|N")
     kv_policy: str = flag(
         "h2o", "which tokens --kv-budget keeps: heavy hitters and recent ones; pivotal ones; sinks "
         "and recent ones; predicted ones of all, in host memory; or the baselines",
-        choices=kv_select.NAMES)
+        choices=kv_eviction.NAMES)
 
     # cascade
     cascade: Path | None = flag(
@@ -248,7 +248,7 @@ class GenerateConfig(Settings):
         "same requests, flags and weights are kept", metavar="FILE")
     program: str | None = flag(
         None, "run a program of prompts, `async def main(p, prompt)` of FILE.py, or its function "
-        "NAME (generation/programs.py)", metavar="FILE.py[:NAME]")
+        "NAME (serving/programs.py)", metavar="FILE.py[:NAME]")
     bench_serving: int | None = flag(
         None, "throughput and latency of N random requests (default: 64), greedy by default",
         "1 or more", nargs="?", const=64, metavar="N")

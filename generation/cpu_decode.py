@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from generation import cpu
-from generation.kv_select import EvictingCache
+from generation.kv_eviction import EvictingCache
 from model import (
     MLP,
     Attend,

@@ -39,9 +39,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from generation.config import GenerateConfig
-from generation.draft_length import Confidence, FixedK, Goodput, TreeGoodput
+from generation.speculation_length import Confidence, FixedK, Goodput, TreeGoodput
 from generation.early_exit import slice_layers
-from generation.perplexity import read_text
+from serving.perplexity import read_text
 from generation.sampling import Sampler, sample
 from generation.structured import MAX_FORCED_TOKENS, ForcedPolicy, ForcedTokens
 from huggingface.tokenizer import Tokenizer
@@ -230,7 +230,7 @@ class Speculator:
     each has its own positions; a step runs the last token and the drafts of every row, and cache
     entries of rejected drafts are overwritten when their positions are used again.
 
-    new_policy: makes a policy of draft_length.py; lookahead_slots: cache slots at the end that only
+    new_policy: makes a policy of speculation_length.py; lookahead_slots: cache slots at the end that only
     drafts use; compile_fn: compiles or captures a function of tensors with static shapes;
     draft_ahead: the DraftModel drafts on before the drafts of the only row are verified."""
 

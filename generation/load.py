@@ -32,12 +32,12 @@ from generation import cpu
 from generation.cpu_decode import install_, use_fused_experts_
 from generation.config import DTYPES, GenerateConfig
 from generation.ranks import run_on_all_or_raise
-from generation.stream import LayerStream, host_memory
+from generation.layer_offload import LayerStream, host_memory
 from huggingface.tokenizer import DummyTokenizer, Tokenizer, load_tokenizer
 from huggingface.weights import allocate, hf_modules, load_checkpoint, read_config
 from model import CONFIGS, ModelConfig, MoE, Transformer
-from parallelism.rank_env import rank_env
-from quantization import gguf
+from training.rank_env import rank_env
+from huggingface import gguf_checkpoint
 from training.lora import load_adapters_, merge_
 
 
@@ -66,13 +66,13 @@ def open_gguf(args: GenerateConfig) -> Iterator[None]:
     layers stay quantized unless they must become something else."""
     dense = ("quantize", "mesh", "adapter", "offload", "quantize_report", "models")
     packed = not any(getattr(args, name) for name in dense)
-    with gguf.as_folder(args.checkpoint, packed) as args.checkpoint:
+    with gguf_checkpoint.as_folder(args.checkpoint, packed) as args.checkpoint:
         yield
 
 
 def checkpoint_config(path: Path) -> ModelConfig:
     """The config of a checkpoint's folder, or of a GGUF file."""
-    with gguf.as_folder(path) as folder:
+    with gguf_checkpoint.as_folder(path) as folder:
         return read_config(folder / "config.json")
 
 
@@ -85,7 +85,7 @@ def load(args: GenerateConfig, device: torch.device) -> tuple[Transformer, Token
     dtype = DTYPES[args.dtype] if args.dtype else None
     shards = [EPShards(args)] if args.ep else []
     if (args.pp or 1) > 1:
-        from parallelism.pipeline_inference import PPStage
+        from generation.pipeline_inference import PPStage
 
         shards.append(PPStage(args))
     shards += [] if args.mesh is None else [TPShards(args)]
@@ -96,7 +96,7 @@ def load(args: GenerateConfig, device: torch.device) -> tuple[Transformer, Token
         if args.offload:
             stream_layers_(model, layer_stream(args, device))
         if args.quantize is not None:
-            from quantization import quantize_model
+            from generation import quantize_model
 
             quantize_model.quantize_dummy_(args, model)
         return optimize_for_inference_(args, model, shards), DummyTokenizer(model.config.vocab_size)
@@ -106,7 +106,7 @@ def load(args: GenerateConfig, device: torch.device) -> tuple[Transformer, Token
             "quantized weights cannot be sharded; use the original checkpoint with --quantize"
         )
     if args.quantize is not None or is_quantized(args.checkpoint):
-        from quantization import quantize_model
+        from generation import quantize_model
 
         tokenizer = partial(load_tokenizer, args.checkpoint)
         model = quantize_model.load(args, device, dtype, tokenizer, prepare)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from generation.config import GenerateConfig
-from parallelism.rank_env import end_with_torchrun, rank_env, rendezvous_errors
+from training.rank_env import end_with_torchrun, rank_env, rendezvous_errors
 
 
 @contextmanager

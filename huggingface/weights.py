@@ -355,7 +355,7 @@ def _stored_tensors(folder: Path, config: ModelConfig) -> dict[str, StoredTensor
     """All tensors of the folder, read from the headers only. ValueError if a file lacks a tensor
     that the index lists and the model needs, or if two have the same."""
     if (folder / "model.gguf").exists() and not any(folder.glob("*.safetensors")):
-        from quantization.gguf import stored_tensors
+        from huggingface.gguf_checkpoint import stored_tensors
 
         return stored_tensors(folder)
     stored: dict[str, StoredTensor] = {}

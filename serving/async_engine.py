@@ -38,7 +38,7 @@ from typing import Any
 from huggingface.tokenizer import printable
 from paged_kv import Output
 from serving.batch import Request, Service
-from serving.lockstep import Rank0Service
+from serving.tp_worker import Rank0Service
 
 READER_SECONDS, MAX_DELAY = 5e-5, 0.1  # of a reader for an event; between two events
 MAX_IDLE = 60.0  # seconds between steps: other ranks wait in a collective, which has a timeout

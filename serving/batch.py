@@ -11,7 +11,7 @@ read only as fast as the engine needs it; an invalid line gets an error result t
 field and does not affect the others; each result is written in one piece as soon as it is finished.
 The results file is the whole state of a run: a restart removes an incomplete last line and skips
 the requests that have a result; a file of other requests, flags or weights is refused. (--reorder
-reads the whole file first: serving/row_order.py.)
+reads the whole file first: serving/reorder.py.)
 
 In the benchmark, latencies count from a request's arrival time, not from when the engine admits it:
 queueing must not make a slow engine look faster.
@@ -60,7 +60,7 @@ from paged_kv import Engine, Output, PagedKVCache, SamplingParams, Sequence
 from serving.batch_file import Id, RequestLine, Results, request_lines
 from serving.kv_transfer import continued, import_request
 from serving.paged_drafting import jump_forced_tokens
-from serving.row_order import fields_text, group_requests
+from serving.reorder import fields_text, group_requests
 from serving.traces import Arrival
 
 # --------------------------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ FIELDS = ("id", "priority", "client", *PROMPT_FIELDS, "fields", *PARAM_FIELDS, *
 @dataclass
 class RequestFile:
     """The requests of a JSONL file that have no result yet, in order, read lazily. An invalid line
-    gives its error result instead. With `reorder`, in the order of serving/row_order.py, which is
+    gives its error result instead. With `reorder`, in the order of serving/reorder.py, which is
     that of all lines, so that it and the fields are the same when a run is resumed."""
 
     path: Path

@@ -5,13 +5,13 @@
     python -m serving.cluster --disaggregate 1:2                  # 1 runs prompts, 2 decode
     further flags: those of generate.py --serve
 
-The HTTP server is serving/server.py in this process, its engine a ReplicatedEngine (failover.py):
+The HTTP server is serving/server.py in this process, its engine a ReplicatedEngine (replicated_engine.py):
 a stream survives the death of its replica. Each of N replicas has 1/N of this machine's CPUs, or a
 GPU; one that dies is started again, and --backend mp kills one that gives no sign of life for a
 minute. With MIN:MAX, Ray Serve adds replicas while they have more than 16 calls each, and removes
 some while they have fewer.
 
-With --tp T a replica is T ranks (lockstep.py), each with 1/T of its CPUs or a GPU of its own; on
+With --tp T a replica is T ranks (tp_worker.py), each with 1/T of its CPUs or a GPU of its own; on
 Ray they are a placement group on one node. If one dies, the others are killed, and their calls
 continue on another replica.
 
@@ -20,7 +20,7 @@ password between replicas: the ports of --tp, --disaggregate and Ray are on loop
 arrives there is unpickled, so every user of this machine must be trusted.
 
 When it loses: Ray costs about a millisecond per event. Equivalence (test_all.py): 50 streams over 2
-replicas, which are killed with -9 at random moments, == the undisturbed run. Needs: failover.py,
+replicas, which are killed with -9 at random moments, == the undisturbed run. Needs: replicated_engine.py,
 routing.py; for Ray: pip install "ray[serve]==2.60.0".
 """
 
@@ -56,7 +56,7 @@ from tqdm import tqdm
 from serving.batch import Request
 from serving.disaggregated import Placement
 from serving.disaggregated_replicas import DisaggregatedReplica, DisaggregatedReplicas
-from serving.failover import Replica, ReplicatedEngine, Update, run_follower
+from serving.replicated_engine import Replica, ReplicatedEngine, Update, run_follower
 from serving.routing import PrefixAndLoad
 
 TARGET_CALLS = 16  # per replica, of autoscaling
@@ -260,7 +260,11 @@ class LocalReplicas:
         self.policy = PrefixAndLoad()
         self.folder = tempfile.TemporaryDirectory()  # of sockets; other users cannot enter it
         # a process then starts in 0.2 s, not in 2
-        modules = "serving.run", "serving.disaggregated_replicas", "ray.serve.request_router"
+        modules = (
+            "serving.entrypoints",
+            "serving.disaggregated_replicas",
+            "ray.serve.request_router",
+        )
         multiprocessing.set_forkserver_preload([*modules, *["parallel"] * (tp > 1)])
         args, gpu = (argv, threads, tp), lambda i: i * tp if gpus else None
         self.start = lambda i: LocalReplica(self.folder.name, make(i), *args, gpu(i))
@@ -506,7 +510,7 @@ def main(argv: list[str] | None = None) -> int:
     from generation.load import checkpoint_config, dummy_config, open_gguf
     from generation.prompt import text_format
     from huggingface.tokenizer import DummyTokenizer, load_tokenizer
-    from serving.run import bind, fine_tunes, serve_engine, served_model
+    from serving.entrypoints import bind, fine_tunes, serve_engine, served_model
 
     parser = argparse.ArgumentParser(
         prog="python -m serving.cluster", description=__doc__.split("\n")[0], allow_abbrev=False,

@@ -13,14 +13,14 @@ from there to another decode replica. Without, less than a block is computed aga
 
 Replicas are processes that come and go, so each pair has a process group of its own, made on the
 loopback interface when a call first needs it. If either replica of a call dies, or their connection
-breaks, the call is sent again with the tokens that the client has (failover.py).
+breaks, the call is sent again with the tokens that the client has (replicated_engine.py).
 
 Cost: two hops in place of one until the first token, about a millisecond; the answer's KV travels
 too. On GPUs all KV passes through host memory. When it loses: few calls, for which one kind of
 replica is idle; short prompts. Not here: replicas of several ranks, Ray.
 
 Equivalence (test_all.py): texts == those of one engine, also amid kill -9 of either kind; a second
-turn hits the prefill replica's prefix cache. Needs: failover.py, kv_transfer.py.
+turn hits the prefill replica's prefix cache. Needs: replicated_engine.py, kv_transfer.py.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ import torch.distributed as dist
 from paged_kv import Output
 from serving.async_engine import AsyncEngine, Progress
 from serving.batch import Request, Service
-from serving.failover import Replica, Update
+from serving.replicated_engine import Replica, Update
 from serving.kv_transfer import (
     PROMPT, Cancel, Channel, Handover, KVInbox, KVPart, KVSender, decodes,
 )  # fmt: skip

@@ -8,7 +8,7 @@ a folder without a model or adapter: a job is not resumed. One process writes it
 
 A step of continuous batching has a budget of tokens (--max-num-batched-tokens), which bounds its
 time, and requests seldom use all of it: decoding needs one token each. FlexLLM (Miao et al.,
-arXiv:2402.18789) fills the rest with windows of a fine-tuning sequence (training/token_windows.py).
+arXiv:2402.18789) fills the rest with windows of a fine-tuning sequence (serving/token_windows.py).
 A window costs its tokens in the forward pass and again in the backward pass, which with LoRA has no
 gradients of the frozen weights and so takes about as long. Requests come first: fine-tuning gets
 what they leave, and none of it where they use the whole budget; it runs when a step's tokens have
@@ -45,11 +45,11 @@ from torch import Tensor
 from huggingface.tokenizer import Tokenizer, one_line
 from huggingface.weights import hf_modules
 from model import Transformer, dense_attention
+from serving.token_windows import TokenWindows
 from training.data import delimit, document_delimiters, get_batch, read_documents
 from training.lora import adapter_parameters, apply_lora_, save_adapters
 from training.optimizers import learning_rate
 from training.state import CHECKPOINTS
-from training.token_windows import TokenWindows
 from training.writer_lock import writer_lock
 
 

@@ -1,7 +1,7 @@
 """What the HTTP server reports of its calls: Prometheus metrics, and one line of the log for each.
 
 Latencies count from a request's arrival, so time in the queue is in them. The state of the engine
-is that after its last step; with replicas (failover.py) it is their sum.
+is that after its last step; with replicas (replicated_engine.py) it is their sum.
 
 Needs: prometheus_client.
 """

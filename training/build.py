@@ -18,8 +18,8 @@ import torch.distributed as dist
 import moe
 from huggingface.weights import allocate, check_folder, load_checkpoint, read_config
 from model import CONFIGS, ModelConfig, MoE, Transformer
-from parallelism.dist_env import DistEnv
-from parallelism.parallel_dims import ParallelDims
+from training.dist_env import DistEnv
+from training.parallelize import ParallelDims
 from quantization.gemm import block_scaled_matmul
 from quantize import SCHEMES, fp8_matmul, fp8_training_, qat_
 from training.checkpoint import list_steps

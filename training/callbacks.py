@@ -30,10 +30,10 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from parallelism.diloco import DiLoCo, ElasticExchange
-from parallelism.dist_env import NO_TIMEOUT, DistEnv, rank0_first, set_collective_timeout
 from training.build import offload_folder
 from training.checkpoint import CheckpointInfo, Checkpoints, ShardedTensor, read_full_tensors
 from training.config import TrainConfig
+from training.dist_env import NO_TIMEOUT, DistEnv, rank0_first, set_collective_timeout
 from training.metrics import PeakMemory, log, profile_step
 from training.recovery import MemoryCheckpoint
 from training.state import TrainState

@@ -1,7 +1,7 @@
 """The configuration of train.py: every setting, and which settings go together.
 
 A field of TrainConfig is a flag, or a rarer setting of --set (flags.py). REQUIRES and EXCLUDES say
-which settings go together; what depends on the ranks or the model is checked in parallel_dims.py
+which settings go together; what depends on the ranks or the model is checked in parallelize.py
 and pipeline_model.py. Every mistake is one line that names the setting and the fix.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from model import CONFIGS, ModelConfig
-from parallelism.rank_env import world_size
+from training.rank_env import world_size
 from parallelism.schedules import LOOPED, SCHEDULES
 from quantize import RECIPES
 from training.flags import Settings, check_excludes, check_limits, check_requires, flag, parse

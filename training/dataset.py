@@ -29,7 +29,7 @@ from huggingface.chat_template import load_chat_template
 from huggingface.tokenizer import Tokenizer, eos_ids, load_tokenizer
 from huggingface.weights import write_atomically
 from model import ModelConfig
-from parallelism.dist_env import DistEnv, rank0_first, same_on_all_ranks
+from training.dist_env import DistEnv, rank0_first, same_on_all_ranks
 from training import shards
 from training.chats import chat_rows, padding_hint
 from training.config import TrainConfig

@@ -25,12 +25,12 @@ from torch import Tensor
 
 from huggingface.weights import load_checkpoint, write_atomically
 from model import Attend, ModelConfig, Transformer, causal_attention
-from parallelism.dist_env import DistEnv
 from speculative import DraftHead
 from training.build import compile_model, convert_linears_
 from training.config import DRAFT_HEAD, NUM_DRAFT_TOKENS, TrainConfig
 from training.data import decode, is_padding
 from training.dataset import Dataset
+from training.dist_env import DistEnv
 from training.metrics import read_metrics
 from training.step import validation_batches
 

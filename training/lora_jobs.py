@@ -47,12 +47,12 @@ from torch import Tensor, nn
 
 from huggingface.weights import hf_modules
 from model import Attend, ModelConfig, Transformer
-from parallelism.dist_env import DistEnv, rank0_first, same_on_all_ranks
-from parallelism.parallel_dims import ParallelDims
 from training.config import TrainConfig
 from training.data import decode, is_padding, json_objects
 from training.dataset import Dataset, build_dataset
+from training.dist_env import DistEnv, rank0_first, same_on_all_ranks
 from training.lora import TARGETS, LoRALinear, make_lora_linear, read_adapters, save_adapters
+from training.parallelize import ParallelDims
 from training.run_folder import ANOTHER_RUN, adapter_hash, check_apart, check_output_dir
 from training.run_folder import input_hash, make_folder, read_inputs, record_job
 from training.step import NextToken, count_targets, validate

@@ -37,8 +37,8 @@ from tqdm import tqdm
 
 from huggingface.weights import write_atomically
 from model import ModelConfig, Transformer
-from parallelism.dist_env import DistEnv
 from training.config import TrainConfig
+from training.dist_env import DistEnv
 
 # Dense bf16 matmul peaks in FLOP/s, without sparsity (vendor datasheets). Other devices report no
 # MFU. FP8 peaks are twice these; the MFU of --fp8 is also relative to bf16.

@@ -11,15 +11,15 @@ from pathlib import Path
 from huggingface.tokenizer import eos_ids
 from huggingface.weights import load_checkpoint
 from model import Transformer
-from parallelism.dist_env import DistEnv
-from parallelism.parallel_dims import ParallelDims
 from training.alignment import load_reward
 from training.chats import map_items, padding_hint, preference_rows, prompt_text
 from training.config import TrainConfig
 from training.data import Prompt, read_preferences, read_prompts
 from training.dataset import Dataset, load_chat, train_val_split
+from training.dist_env import DistEnv
 from training.draft_head import DraftHeadObjective
 from training.lora_jobs import LoRAJobs
+from training.parallelize import ParallelDims
 from training.step import NextToken, Objective
 from training.tuning import DPO, GRPO, Task, make_engine
 

@@ -36,9 +36,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel import to_local
-from parallelism.dist_env import DistEnv
 from training.callbacks import Callback
 from training.config import TrainConfig
+from training.dist_env import DistEnv
 from training.state import TrainState
 
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"  # environment variable with its URL

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from huggingface.weights import hf_modules, load_checkpoint, save_checkpoint
 from model import ModelConfig, Transformer
 from parallel import to_local
-from parallelism.parallel_dims import ParallelDims
+from training.parallelize import ParallelDims
 from training.checkpoint import CheckpointInfo, Checkpoints, ShardedTensor, checkpoint_path
 from training.checkpoint import flat_regions, list_steps, read_full_tensors, read_user_metadata
 from training.config import FIXED, RESTORED, SAVED_AS, TrainConfig

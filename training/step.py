@@ -30,9 +30,9 @@ from torch import Tensor
 import moe
 from attention import as_attend
 from model import Attend, MoE, Transformer, causal_attention, packed_attention
-from parallelism.dist_env import DistEnv
-from parallelism.parallel_dims import IGNORE, ParallelDims
 from training.data import decode
+from training.dist_env import DistEnv
+from training.parallelize import IGNORE, ParallelDims
 
 MTP_WEIGHT = 0.3  # of the multi-token prediction loss (DeepSeek-V3, arXiv:2412.19437, 4.2)
 SINGLE_PROCESS = ParallelDims()
