@@ -87,8 +87,8 @@ from generation.decoder_setup import reserve_lookahead_, sampling_params, sdpa, 
 from generation.decoder_setup import shard_kv_cache_
 from generation.load import is_quantized, load, moe_layers, open_gguf, optimize_for_inference_
 from generation.load import pick_device
-from serving.perplexity import perplexity, read_text
-from generation.prompt import fit_to_context, prompt_ids, prompt_text, text_format
+from serving.perplexity import perplexity
+from generation.prompt import fit_to_context, prompt_ids, prompt_text, read_text, text_format
 from generation.ranks import process_group, rank0_then_broadcast, run_on_all_or_raise
 from generation.sampling import Sampler, logprobs_of
 from huggingface.tokenizer import Continuation, StopStrings, TextStream, Tokenizer
@@ -325,7 +325,7 @@ def generate(args: GenerateConfig) -> None:
     if args.prompt_tokens is None:
         text = rank0_then_broadcast(partial(prompt_text, args))
     if args.cascade is not None:
-        from generation import cascade
+        from serving import cascade
 
         gate = cascade.read_gate(args)
         small = cascade.small_args(args, gate)
@@ -440,7 +440,7 @@ def build_history(args: GenerateConfig, decoder: Decoder) -> Any:
     """--kv-store: a prompt_cache.py's History of the decoder; None without."""
     if args.kv_store is None:
         return None
-    from generation.prompt_cache import History, open_store
+    from serving.prompt_cache import History, open_store
 
     return History(open_store(args, decoder.model), decoder, prefill, args.block_size)
 
@@ -581,6 +581,7 @@ def run_engine(args: GenerateConfig) -> int:
     from serving import evaluate  # here: tqdm and the Engine take 0.1 s
     from serving import entrypoints as engine
 
+    engine.check_engine_flags(args)
     if args.choices is not None:
         evaluate.run(args)
     elif args.batch is not None:

@@ -256,7 +256,7 @@ class Sequence:
     running: bool = False
     swapped_kv: SwappedKV | None = None
     listener: Any = None
-    adapter: Any = None  # serving/adapters.py's Adapter, or shared_models.py's SharedModel
+    adapter: Any = None  # generation/adapters.py's Adapter, or shared_models.py's SharedModel
     adapter_blocks: list[int] = field(default_factory=list)  # with its weights, while it runs
 
     @property
@@ -1661,7 +1661,7 @@ class Engine:
     verifier(logits (M, V), sequences, drafts) -> new tokens of each sequence: the accepted drafts
     and one more, -1 if none can be sampled. A sequence with d drafts has d + 1 rows.
 
-    adapters: serving/adapters.py's AdapterPool, whose adapters requests can name, or
+    adapters: generation/adapters.py's AdapterPool, whose adapters requests can name, or
     serving/shared_models.py's ModelPool, which has head(hidden (R, C), models) -> logits.
     cache: called like PagedKVCache, the default; optional method: reclaim(free blocks).
     kv_store: serving/kv_store.py's KVStore, where blocks of finished sequences are found.

@@ -141,7 +141,8 @@ from parallelism import sharded_attention as SA
 from planner import solvers, spindle, training_plan, uneven_sharding
 from parallelism import zero
 from quantization import gemm as X, sparse as Z
-from serving import adapter_merging as MERGING, adapters as AD
+from generation import adapters as AD
+from serving import adapter_merging as MERGING
 
 if A.INTERPRET:
     import triton.experimental.gluon  # noqa: F401, else a launch does, with the variable unset
@@ -152,12 +153,14 @@ import generate as G
 import model as M
 import speculative as E
 import train as T
-from generation import cascade as CASCADE, chat as CHAT, config as GCONF, cpu, cpu_decode
+from generation import chat as CHAT, config as GCONF, cpu, cpu_decode
+from serving import cascade as CASCADE
 from generation import decoder_setup as PARTS, speculation_length as DK, drafting as D
 from generation import early_exit as EE
 from generation import energy as ENERGY, gpu_report as REPORT, json_schema as JS
 from serving import evaluate as EVAL
-from generation import prompt_cache as KVH, kv_eviction as KS, load as LOAD
+from generation import kv_eviction as KS, load as LOAD
+from serving import prompt_cache as KVH
 from serving import perplexity as PPL
 from generation import plot_decode as PLOT
 from serving import program_examples as EXAMPLES, programs as PR
@@ -5634,7 +5637,7 @@ def engine_of_rank(text, name, kv_dtype, env) -> tuple:
     """Some ranks run prompts, the others decode, from blocks of 5 to blocks of 8. Returns the parts
     that this rank sends and their bytes, its outputs, and on rank 0 those of one process."""
     P.INTERPRET = False
-    worker, model = join_placement(placement := GCONF.parse_placement(text), name)
+    worker, model = join_placement(placement := disaggregated.parse_placement(text), name)
     n, requests = placement.n_prefill, [([], P.SamplingParams())]
     for i in range(12):
         more = dict(max_new_tokens=1 + 3 * i % 17, temperature=float(i % 3), n=1 + i % 2, seed=i)
@@ -5682,7 +5685,7 @@ def test_engine_prefill_and_decode_in_processes(case, engine_ranks):
     """Disaggregated prefill: workers of one or more ranks run prompts, others decode and run no
     prompt; KV is sent by gloo in parts, once for all samples: tokens and errors are those of one
     process, a rank gets its heads' KV only, and the bytes are those of the formula."""
-    placement, ranks = GCONF.parse_placement(case[0]), engine_ranks[case]
+    placement, ranks = disaggregated.parse_placement(case[0]), engine_ranks[case]
     whole, n = ranks[0][2], placement.n_decode
     for i, worker in enumerate(placement.workers[placement.n_prefill :]):
         for got in (ranks[rank][1] for rank in worker):
@@ -9578,6 +9581,25 @@ def test_files_name_a_package_that_shadows_a_folder(program, drawer, tmp_path):
 
 
 LEAVES = "model attention paged_kv parallel quantize speculative moe".split()
+FLOORS = [  # from the ground up; a drawer imports those of lower floors
+    {"huggingface"},
+    {"quantization", "parallelism"},
+    {"generation", "training"},  # which may import each other
+    {"serving"},
+    {"planner"},
+]
+
+
+def upward(module: str, others: set[str]) -> list[str]:
+    """The imports of a drawer's file that are of a drawer on its own floor or above."""
+    drawer, below = module.split(".")[0], set()
+    for floor in FLOORS:
+        if drawer in floor:
+            below |= floor if "training" in floor else {drawer}
+            break
+        below |= floor
+    in_drawers = [other for other in others if other.split(".")[0] in DRAWERS]
+    return sorted(other for other in in_drawers if other.split(".")[0] not in below)
 
 
 def dependency_faults(imports: dict[str, set[str]]) -> list[str]:
@@ -9586,6 +9608,7 @@ def dependency_faults(imports: dict[str, set[str]]) -> list[str]:
     for module, others in imports.items():
         programs = sorted(others & {"generate", "train", "test_all"})
         faults += [f"{module} imports the program {other}" for other in programs]
+        faults += [f"{module} imports upward: {other}" for other in upward(module, others)]
     try:
         TopologicalSorter(imports).prepare()
     except CycleError as e:
@@ -9598,12 +9621,16 @@ DEPENDENCY_MISTAKES = [  # a forbidden import, and what is reported
     ("attention", "training.checkpoint", "attention imports training.checkpoint"),
     ("model", "huggingface.weights", "circle: "),
     ("training.data", "training.dataset", "circle: .*training.data.*training.dataset"),
+    ("generation.load", "serving.batch", "generation.load imports upward: serving.batch"),
+    ("parallelism.zero", "quantization.gemm", "parallelism.zero imports upward: quantization.gemm"),
+    ("serving.batch", "planner.simulate", "serving.batch imports upward: planner.simulate"),
 ]
 
 
 def test_files_follow_the_dependency_rule():
-    """No file imports a program, the top-level leaves import no project file, and there are no
-    import cycles; one forbidden import, added to the real ones, is reported."""
+    """No file imports a program, the top-level leaves import no project file, a drawer's files
+    import those of lower floors, and there are no import cycles; one forbidden import, added to
+    the real ones, is reported."""
     project_imports = lambda: {
         module_name(p): {module for module, _ in uses_of(p)} for p in FILES.values()
     }
@@ -11688,7 +11715,7 @@ def test_cascade_answers_of_experts_and_of_damaged_weights(tmp_path):
 
 @pytest.mark.slow
 def test_cascade_is_fitted_to_held_out_text(tmp_path, capsys):
-    """python -m generation.cascade: the table's agreement and cost rise on prompts that it was not
+    """python -m serving.cascade: the table's agreement and cost rise on prompts that it was not
     fitted to, the file is one for --cascade; with --prompts accuracy is counted. Mistakes are one
     line."""
     (tmp_path / "qa.jsonl").write_text(
@@ -14820,7 +14847,12 @@ def test_serving_placements_of_a_model(monkeypatch):
     refuses others, and what does not work with several ranks."""
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
-    parse = lambda flags: G.parse_args(f"--bench-serving --disaggregate {flags}".split())
+
+    def parse(flags):
+        args = G.parse_args(f"--bench-serving --disaggregate {flags}".split())
+        SRUN.check_engine_flags(args)
+        return args
+
     found = lambda flags, **c: SRUN.candidate_placements(parse(flags), tiny(**c))
     tps = lambda *args, **c: {p[1::2] for p in found(*args, **c) if p.n_prefill}
     assert tps("auto") == {*product((1, 2), (1, 2))} and tps("auto --compile") == {(1, 1)}
@@ -24221,7 +24253,7 @@ for words, values in {
 
 
 # --------------------------------------------------------------------------------------------------
-# serving/adapters.py
+# generation/adapters.py
 # --------------------------------------------------------------------------------------------------
 
 ADAPTER_TARGETS = (AD.TARGETS, ("q_proj", "v_proj"), ("k_proj", "o_proj", "up_proj", "down_proj"))
@@ -25495,7 +25527,7 @@ REFUSED |= {
 
 
 # --------------------------------------------------------------------------------------------------
-# serving/kv_store.py, generation/prompt_cache.py
+# serving/kv_store.py, serving/prompt_cache.py
 # --------------------------------------------------------------------------------------------------
 
 

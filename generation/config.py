@@ -24,8 +24,6 @@ from generation import kv_eviction
 from huggingface.tokenizer import check_utf8
 from model import CONFIGS
 from paged_kv import SamplingParams
-from serving.disaggregated import Placement
-from serving.policies import POLICIES, make_policy
 from training.flags import Settings, check_excludes, check_limits, check_requires, flag, parse
 from training.flags import parse_bytes, rare
 
@@ -209,7 +207,7 @@ class GenerateConfig(Settings):
     # cascade
     cascade: Path | None = flag(
         None, "a small model answers first, and --checkpoint where that one is not sure: its "
-        "folder, or a file of python -m generation.cascade; also with --serve",
+        "folder, or a file of python -m serving.cascade; also with --serve",
         metavar="DIR|FILE.json")
     cascade_threshold: float | None = flag(
         None, "keep the small model's answer from this confidence on; 0: always, 1: never "
@@ -263,7 +261,8 @@ class GenerateConfig(Settings):
     max_num_seqs: int = flag(64, "running sequences at most", "1 or more", metavar="N")
     kv_cache_dtype: str | None = flag(None, "quantize the KV cache", choices=("int8", "fp8"))
     policy: str = flag(
-        "fcfs", f"who runs next (serving/policies.py): {', '.join(POLICIES)}",
+        "fcfs", "who runs next (serving/policies.py): fcfs, longest-prefix, fair, sjf, mlfq, qoe, "
+        "deadline, slo-mix, s3, rag-cache",
         metavar="NAME[:FIELD=VALUE,...]")
     disaggregate: str | None = flag(
         None, "measure goodput under torchrun: P prefill and D decode workers of T tensor-parallel "
@@ -468,8 +467,6 @@ def parse_args(argv: list[str]) -> GenerateConfig:
         if not args.runtime_adapters.is_dir():
             raise ValueError(f"--runtime-adapters {args.runtime_adapters}: no such folder")
         args.adapters = args.adapters or []
-    if args.disaggregate not in (None, "auto"):
-        args.disaggregate = parse_placement(args.disaggregate)
     args.slo = parse_slo(args.slo)
     args.early_exit, args.exit_ramps = parse_exits(args)
     args.grammar = read_grammar(args)
@@ -505,10 +502,6 @@ def check_values(args: GenerateConfig) -> None:
             f"--set cors_origin must be * or an origin such as https://example.org, without a path, "
             f"not {args.cors_origin!r}"
         )
-    try:
-        make_policy(args.policy)
-    except ValueError as e:
-        raise ValueError(f"--policy {args.policy}: {e}") from None
     k = args.speculate_k
     if k not in ("auto", "confidence") and not (k.isdecimal() and 1 <= int(k) <= 64):
         raise ValueError(f"--speculate-k must be from 1 to 64, auto or confidence, not {k}")
@@ -598,14 +591,6 @@ def parse_folders(args: GenerateConfig, name: str) -> list[tuple[str, Path]] | N
     if not all(map(all, pairs)):
         raise ValueError(f"{args.shown(name)} must be NAME=DIR,..., not {text!r}")
     return [(key, Path(folder)) for key, folder in pairs]
-
-
-def parse_placement(text: str) -> Placement:
-    """P:D, workers, or PxT:DxT, workers and ranks of each; ValueError names the flag."""
-    match = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?:([1-9]\d*)(?:x([1-9]\d*))?", text)
-    if match is None:
-        raise ValueError(f"--disaggregate must be P:D, PxT:DxT or auto, not {text!r}")
-    return Placement(*(int(n or 1) for n in match.groups()))
 
 
 def read_sampling(args: GenerateConfig) -> SamplingParams:

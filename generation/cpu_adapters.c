@@ -1,5 +1,5 @@
 /* LoRA adapters, included by cpu.c: y += scale * B (A x) for segments of rows, with the weights where
-   serving/adapters.py keeps them, in the blocks of the KV cache.
+   generation/adapters.py keeps them, in the blocks of the KV cache.
 
    A is (rank, C), and those of targets with the same input are next to each other: a few rows are
    copied out of the blocks and multiplied like any matrix. B is kept transposed, (rank, F): low = A x

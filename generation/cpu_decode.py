@@ -52,7 +52,7 @@ from model import (
 )
 from paged_kv import PagedKVCache, Step
 from quantize import BlockScheme, QuantizedLinear, QuantizedStack
-from serving import adapters
+from generation import adapters
 
 
 def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:

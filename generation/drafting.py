@@ -41,7 +41,7 @@ from torch import Tensor
 from generation.config import GenerateConfig
 from generation.speculation_length import Confidence, FixedK, Goodput, TreeGoodput
 from generation.early_exit import slice_layers
-from serving.perplexity import read_text
+from generation.prompt import read_text
 from generation.sampling import Sampler, sample
 from generation.structured import MAX_FORCED_TOKENS, ForcedPolicy, ForcedTokens
 from huggingface.tokenizer import Tokenizer

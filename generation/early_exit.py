@@ -72,7 +72,7 @@ from generation.config import SHIPPED, GenerateConfig
 from generation.cpu_decode import install_
 from huggingface.tokenizer import Tokenizer
 from model import Transformer
-from serving.perplexity import read_text
+from generation.prompt import read_text
 
 WINDOW = 512  # tokens over which agreement is promised
 MAX_WAITING = 8  # released tokens without feedback at most

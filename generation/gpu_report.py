@@ -285,7 +285,7 @@ def entries(n_gpus: int) -> list[Entry]:
     files += "quantization/sparse.py training/chunked_loss.py training/optimizers.py "
     files += "training/lora.py training/offload.py training/recompute.py generation/sampling.py "
     files += (
-        "generation/kv_eviction.py serving/adapters.py serving/kv_store.py serving/vattention.py"
+        "generation/kv_eviction.py generation/adapters.py serving/kv_store.py serving/vattention.py"
     )
     llama = "generate.py --dummy llama3.1-8b --prompt-tokens 128 --bench 2"
     train = "train.py --model llama3.2-1b --steps 8 --batch-size 4 --micro-batch-size 4 "

@@ -9,6 +9,7 @@ import os
 import stat
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -112,3 +113,13 @@ def fit_to_context(args: GenerateConfig, n_prompt: int, context: int) -> int:
             file=sys.stderr,
         )
     return max_new
+
+
+def read_text(path: Path, flag: str = "--perplexity") -> str:
+    """A UTF-8 text, without newline translation. ValueError names the flag."""
+    try:
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{flag} {path}: not UTF-8 text ({e.reason})") from None
+    except OSError as e:
+        raise ValueError(f"{flag} {path}: {e.strerror}; give a text file") from None

@@ -1,6 +1,6 @@
 """The engines of `--serve --cascade`: a small model's and a large one's, called like one.
 
-A call goes to the small model first; once that has answered, the Gate (generation/cascade.py) keeps
+A call goes to the small model first; once that has answered, the Gate (serving/cascade.py) keeps
 the answer, or the large model gets the call. The client sees one stream: the small model's answer
 at once and complete, the large model's token by token. An answer of several choices is kept if the
 gate keeps each. Completions are cached by their exact prompt and parameters, for all clients:
@@ -12,7 +12,7 @@ are encoded again for the small model, and what is not text goes to the large on
 (whose template is the large model's), logit_bias, and token ids that no text has. An interrupted
 stream is continued by the model that wrote it. Latencies count from the arrival of the call.
 
-When it loses: see generation/cascade.py; a client that leaves is noticed when the small model has
+When it loses: see serving/cascade.py; a client that leaves is noticed when the small model has
 answered. Equivalence (test_all.py): threshold 1 is the large model's server, 0 the small one's.
 """
 
@@ -28,7 +28,7 @@ from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from generation.cascade import CompletionCache, Gate
+from serving.cascade import CompletionCache, Gate
 from paged_kv import Output
 from serving.async_engine import AsyncEngine, Progress, Stats, Stream
 from serving.batch import Request, Service

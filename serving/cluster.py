@@ -54,7 +54,7 @@ from torch.distributed import TCPStore
 from tqdm import tqdm
 
 from serving.batch import Request
-from serving.disaggregated import Placement
+from serving.disaggregated import Placement, parse_placement
 from serving.disaggregated_replicas import DisaggregatedReplica, DisaggregatedReplicas
 from serving.replicated_engine import Replica, ReplicatedEngine, Update, run_follower
 from serving.routing import PrefixAndLoad
@@ -482,8 +482,6 @@ def start_replicas(own: argparse.Namespace, args: Any, argv: list[str]) -> Any:
 def check_disaggregate(own: argparse.Namespace, args: Any) -> Placement | None:
     """--disaggregate P:D, and the defaults of --replicas and --backend. ValueError names a wrong
     flag."""
-    from generation.config import parse_placement
-
     if own.disaggregate is None:
         if own.replicate:
             raise ValueError("--replicate requires --disaggregate P:D")
@@ -510,7 +508,8 @@ def main(argv: list[str] | None = None) -> int:
     from generation.load import checkpoint_config, dummy_config, open_gguf
     from generation.prompt import text_format
     from huggingface.tokenizer import DummyTokenizer, load_tokenizer
-    from serving.entrypoints import bind, fine_tunes, serve_engine, served_model
+    from serving.entrypoints import bind, check_engine_flags, fine_tunes, serve_engine
+    from serving.entrypoints import served_model
 
     parser = argparse.ArgumentParser(
         prog="python -m serving.cluster", description=__doc__.split("\n")[0], allow_abbrev=False,
@@ -529,6 +528,7 @@ def main(argv: list[str] | None = None) -> int:
     rest = rest if any(a.startswith("--serve") for a in rest) else ["--serve", *rest]
     try:
         args = parse_args(rest)
+        check_engine_flags(args)
         listener = bind(args)
         with open_gguf(args):  # each replica opens the file for itself
             config = dummy_config(args.dummy) if args.dummy else checkpoint_config(args.checkpoint)

@@ -40,6 +40,7 @@ if __name__ == "__main__":
 import gc
 import math
 import queue
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -84,6 +85,14 @@ class Placement(NamedTuple):
             if first < stop and i * n_kv_heads % self.prefill_tp == 0:  # the first of replicas
                 slices.append((i, j, slice(first - have.start, stop - have.start)))
         return slices
+
+
+def parse_placement(text: str) -> Placement:
+    """P:D, workers, or PxT:DxT, workers and ranks of each; ValueError names the flag."""
+    match = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?:([1-9]\d*)(?:x([1-9]\d*))?", text)
+    if match is None:
+        raise ValueError(f"--disaggregate must be P:D, PxT:DxT or auto, not {text!r}")
+    return Placement(*(int(n or 1) for n in match.groups()))
 
 
 def placements(ranks: int, tps: Iterable[int]) -> list[Placement]:

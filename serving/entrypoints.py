@@ -33,7 +33,7 @@ from generation.bench import device_name
 from generation.config import GenerateConfig
 from generation.cpu import load_kernels
 from generation.cpu_decode import FusedLayers, add_adapters, install_
-from generation.prompt_cache import open_store
+from serving.prompt_cache import open_store
 from generation.load import (
     checkpoint_config, dummy_config, is_quantized, load, load_draft, moe_layers, open_gguf,
     optimize_for_inference_, pick_device,
@@ -49,9 +49,9 @@ from model import CONFIGS, ModelConfig, Transformer
 from huggingface.gguf_checkpoint import as_folder, is_gguf, model_name
 from serving import batch as serving_batch
 from serving.adapter_merging import AdapterMerging
-from serving.adapters import MAX_RANK, NAME, Adapter, AdapterPool
+from generation.adapters import MAX_RANK, NAME, Adapter, AdapterPool
 from serving.batch_file import Results, read_results, request_lines, run_hash
-from serving.disaggregated import Placement, Worker, placements, search
+from serving.disaggregated import Placement, Worker, parse_placement, placements, search
 from serving.kv_store import open_regular
 from serving.tp_worker import follow, on_rank0
 from serving.paged_drafting import enable_speculative_decoding
@@ -63,6 +63,17 @@ from training.lora import read_adapters
 from training.writer_lock import file_lock
 
 MAX_HEADER = 2**20  # bytes of an adapter's config, and of its file beside the weights
+
+
+def check_engine_flags(args: GenerateConfig) -> None:
+    """Before the model is loaded: ValueError names --policy or --disaggregate; the latter is parsed
+    in place."""
+    try:
+        make_policy(args.policy)
+    except ValueError as e:
+        raise ValueError(f"--policy {args.policy}: {e}") from None
+    if args.disaggregate not in (None, "auto"):
+        args.disaggregate = parse_placement(args.disaggregate)
 
 
 def engine_options(args: GenerateConfig, model: Transformer) -> dict[str, Any]:
@@ -533,7 +544,7 @@ def saved_adapters(service: serving_batch.Service) -> Iterator[None]:
 
 def cascade_engine(args: GenerateConfig, service: serving_batch.Service) -> Any:
     """--serve --cascade: what makes the server's engine, of the small model and `service`."""
-    from generation.cascade import read_gate, small_args
+    from serving.cascade import read_gate, small_args
     from serving.cascade_engine import CascadeEngine
 
     gate = read_gate(args)

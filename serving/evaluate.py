@@ -14,7 +14,7 @@ empty line. A context that is too long loses its first tokens.
 
 Calibration (HELM, arXiv:2211.09110): the confidence in an answer is its share of the likelihood of
 all choices; the expected calibration error is the mean, over ten bins of equally many answers, of
-|share of right answers - mean confidence| (generation/cascade.py). Below 100 questions a bin has
+|share of right answers - mean confidence| (serving/cascade.py). Below 100 questions a bin has
 few, and the error is mostly noise; acc_stderr says how far chance alone moves the accuracy.
 
 Without a file, a question is twelve lines of a held-out file of Python's standard library, and the
@@ -51,7 +51,7 @@ from typing import Any
 import torch
 
 from generation.bench import device_name
-from generation.cascade import expected_calibration_error
+from serving.cascade import expected_calibration_error
 from generation.config import GenerateConfig
 from generation.ranks import rank0_then_broadcast
 from huggingface.tokenizer import Tokenizer

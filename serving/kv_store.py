@@ -20,7 +20,7 @@ blocks in host memory and in files of a folder:
 
 AttentionStore stores keys before RoPE, so that KV survives when the start of a conversation is
 dropped (3.4). Here keys are stored as they are used, rotated by the position that their hash
-implies, and generation/prompt_cache.py rotates them by the difference where there is one. So where
+implies, and serving/prompt_cache.py rotates them by the difference where there is one. So where
 nothing was dropped a loaded key is the computed one bit for bit, which it would not be after a
 rotation in bf16; a dropped start adds one rounding. KV that attended to dropped tokens is exact in
 the first layer and an approximation above: `lineage` keeps it apart from that of the same tokens.
@@ -161,7 +161,7 @@ class KVStore:
         self.root = sha256(f"{self.fingerprint} {block_size} {sizes} {dtypes}".encode())
 
     def keys(self, tokens: Sequence[int], adapter: Any = None) -> list[bytes]:
-        """The key of each full block. adapter: None, or serving/adapters.py's Adapter."""
+        """The key of each full block. adapter: None, or generation/adapters.py's Adapter."""
         own = b""
         if adapter is not None and (own := self.adapters.get(adapter)) is None:
             scale = torch.tensor([adapter.scale])

@@ -7,7 +7,6 @@ if __name__ == "__main__":
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,16 +18,6 @@ from model import KVCache, Transformer
 
 Prefill = Callable[[Transformer, Tensor, KVCache], Iterator[tuple[int, Tensor]]]
 """generate.prefill_chunks"""
-
-
-def read_text(path: Path, flag: str = "--perplexity") -> str:
-    """A UTF-8 text, without newline translation. ValueError names the flag."""
-    try:
-        return path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as e:
-        raise ValueError(f"{flag} {path}: not UTF-8 text ({e.reason})") from None
-    except OSError as e:
-        raise ValueError(f"{flag} {path}: {e.strerror}; give a text file") from None
 
 
 def perplexity(

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from huggingface.tokenizer import one_line
-from serving.adapters import Adapter, AdapterPool
+from generation.adapters import Adapter, AdapterPool
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """A cascade of two models: the small one answers first, the large one only where it is needed.
 
-    python -m generation.cascade --large DIR --small DIR --target 0.95 --out cascade.json
+    python -m serving.cascade --large DIR --small DIR --target 0.95 --out cascade.json
     python generate.py --checkpoint DIR --cascade cascade.json          also with --serve
 
 FrugalGPT (arXiv:2305.05176) and Tabi (EuroSys 2023): most questions need no large model. The small
@@ -39,7 +39,7 @@ one; on held-out text agreement and cost rise with the threshold. Needs: hugging
 from __future__ import annotations
 
 if __name__ == "__main__" and not __package__:
-    raise SystemExit("run: python -m generation.cascade --help")
+    raise SystemExit("run: python -m serving.cascade --help")
 
 import argparse
 import copy
@@ -209,7 +209,7 @@ def read_gate(args: GenerateConfig) -> Gate:
         if threshold is None:
             raise ValueError(
                 f"--cascade {path} requires --cascade-threshold X, or give the file that python -m "
-                "generation.cascade wrote"
+                "serving.cascade wrote"
             )
         return Gate(str(path), threshold)
     if not path.is_file():
@@ -313,7 +313,7 @@ def plot(points: Sequence[Point], quality: str, path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Fit scorer and threshold on every other prompt; print the cascade on the rest."""
-    parser = argparse.ArgumentParser(prog="python -m generation.cascade", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m serving.cascade", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     for flag, text in (("--large", "checkpoint folder"), ("--small", "checkpoint folder")):
         parser.add_argument(flag, type=Path, required=True, metavar="DIR", help=text)
@@ -329,7 +329,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         fit(args)
     except (ValueError, OSError) as e:
-        sys.exit(f"generation.cascade: error: {e}")
+        sys.exit(f"serving.cascade: error: {e}")
 
 
 def fit(args: argparse.Namespace) -> None:
