@@ -9491,10 +9491,12 @@ def parse_command(command: str, monkeypatch: Any) -> None:
         GCONF.parse_args(argv)
     elif module == "train" and argv != ["--help"]:
         TCONF.parse_args(argv)
+    elif module == "planner.__main__" and argv == ["TOPIC", "--help"]:
+        assert planner.TOPICS
     elif module == "planner.__main__":
-        planner.parse_args(argv)
-    elif module == "planner.simulate":
-        GCONF.parse_args(["--bench-serving", *SIM.parse_args(argv)[1]])
+        args = planner.parse_args(argv)
+        if args.topic == "simulate":
+            GCONF.parse_args(["--bench-serving", *args.engine_flags])
     elif any(word.startswith("--") for word in argv) and module not in OWN_PARSERS:
         main = importlib.import_module(module).main
         with monkeypatch.context() as patch, pytest.raises(CommandParsed):
@@ -9530,7 +9532,7 @@ def test_files_end_at_ctrl_c_while_they_import(program, tmp_path):
         assert process.communicate() == ("", "") and process.returncode == -signal.SIGINT
 
 
-@pytest.mark.parametrize("command", ["train.py --dry-run 1 --model draft", "-m planner --gpus 8"])
+@pytest.mark.parametrize("command", ["train.py --dry-run 1 --model draft", "-m planner train --gpus 8"])
 def test_files_end_silently_when_their_output_is_closed(command):
     """Nobody reads what a program prints, as behind `head`: no error, no traceback."""
     reader, writer = os.pipe()
@@ -9563,6 +9565,7 @@ def test_files_quote_commands_that_work(tmp_path, monkeypatch, capsys):
 def test_files_quote_plans_that_are_printed(capsys):
     """Every quoted command of the planner prints its report."""
     plans = {c for _, c in quoted_commands() if c.startswith("python -m planner")}
+    plans = {c for c in plans if "simulate" not in c and "--help" not in c}  # which take longer
     assert len(plans) > 15
     for command in sorted(plans):
         planner.main(shlex.split(command)[3:])
@@ -14325,6 +14328,11 @@ def test_simulate_routers():
     assert hashed > 1.2 * turns
 
 
+def simulate_trace(*argv):
+    """Run the planner's `simulate trace`."""
+    planner.main(["simulate", "trace", *argv])
+
+
 @pytest.mark.parametrize("flags", [
     "--replicas=2", "--pools=1:2:flip", "--adapters=8,64",
     "--adapters=8:wait --router=rank-aware", "--lend --kv-swap --replicas=2 --blocks=60",
@@ -14332,7 +14340,7 @@ def test_simulate_routers():
 def test_simulate_program(flags, capsys):
     """JSON with the metrics of each policy; all requests end."""
     text = "random:n=60,rate=50,clients=9,input=100:300,output=20:90"
-    assert SIM.main([text, "--policies=fcfs,sjf", "--json", *flags.split()]) == 0
+    simulate_trace(text, "--policies=fcfs,sjf", "--json", *flags.split())
     results = json.loads(capsys.readouterr().out)
     assert [m["requests"] for m in results.values()] == [60, 60]
     assert "--lend" not in flags or results["fcfs"]["preemptions"] > 0
@@ -14342,7 +14350,7 @@ def test_simulate_table_and_plot(tmp_path, capsys):
     """A row per policy, whose fields may have commas, and an image."""
     policies = "fcfs,fair:input_weight=2,output_weight=1"
     flags = ["--policies", policies, "--plot", str(tmp_path / "x.png")]
-    assert SIM.main(["random:n=20,output=5", *flags]) == 0
+    simulate_trace("random:n=20,output=5", *flags)
     rows = capsys.readouterr().out.splitlines()[1:]
     assert [row.split()[0] for row in rows] == ["fcfs", policies.partition(",")[2]]
     assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
@@ -14377,7 +14385,8 @@ def test_simulate_table_and_plot(tmp_path, capsys):
     ids=str,
 )
 def test_simulate_mistakes(argv, words, capsys):
-    assert SIM.main(argv) == 2
+    with pytest.raises(SystemExit, match="2"):
+        simulate_trace(*argv)
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and all(word in err for word in words.split()), err
 
@@ -14408,10 +14417,10 @@ def test_simulate_foretells_the_engine(tmp_path, monkeypatch, capsys):
     cost, sizes = str(tmp_path / "cost.json"), ["--max-num-seqs=16", "--max-num-batched-tokens=512"]
     (config := tmp_path / "config.json").write_text(json.dumps(tiny(max_seq_len=512).to_hf()))
     flags = [f"--dummy={config}", "--device=cpu", "--dtype=fp32", *sizes]
-    assert SIM.main(["--calibrate", cost, *flags]) == 0
+    simulate_trace("--calibrate", cost, *flags)
     trace = "random:n=40,rate=30,cv=3,input=16:200,output=16:64"
     capsys.readouterr()
-    assert SIM.main([trace, "--cost", cost, "--engine", "--json", *flags]) == 0
+    simulate_trace(trace, "--cost", cost, "--engine", "--json", *flags)
     simulated, real = json.loads(capsys.readouterr().out).values()
     assert simulated == pytest.approx(real, rel=1e-6) and simulated["requests"] == 40
 
@@ -14495,7 +14504,7 @@ def test_pools_transfers_take_bytes_over_bandwidth(capsys):
     assert arrivals[2:] == [(100, pytest.approx(ready + 0.1)), (200, pytest.approx(ready + 0.3))]
     steps = POOLS_COST(1, 101), POOLS_COST(1, 201)  # no copy from host memory
     assert report.e2e.tolist() == pytest.approx([ready + 0.1 + steps[0], ready + 0.3 + steps[1]])
-    args, _ = SIM.parse_args(["random", "--pools", "2:3:flip", "--bandwidth", "1e9"])
+    args = planner.parse_args("simulate trace random --pools 2:3:flip --bandwidth 1e9".split())
     sizes = dict(num_blocks=99)
     replicas, pools, actors = SIM.make_replicas(args, POOLS_COST, "fcfs", **sizes)
     bytes_per_token = 2 * 32 * 2 * 8 * 128  # of Llama 3 8B in bf16
@@ -15647,7 +15656,7 @@ def test_variants_cocktail():
 def test_variants_program(tmp_path, capsys):
     """The printed tables of the shipped measurement have a row for each policy and variant; bad
     tables and flags are one line."""
-    VA.main(["--requests", "60"])
+    planner.main("simulate variants --requests 60".split())
     rows = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "%  " in line]
     assert {*VA.POLICIES, "ramsis", "best-effort", "small-layers5"} <= {*rows}
     shipped = json.loads(VA.TABLE.read_text())
@@ -15659,8 +15668,8 @@ def test_variants_program(tmp_path, capsys):
         path.write_text(json.dumps(shipped | dict(variants=variants, votes={})))
         mistakes.append(f"--table {path}")
     for argv in map(str.split, mistakes):
-        with pytest.raises(SystemExit, match="1"):
-            VA.main(argv)
+        with pytest.raises(SystemExit, match="2"):
+            planner.main(["simulate", "variants", *argv])
         error = capsys.readouterr().err
         assert error.count("\n") == 1 and f"error: {argv[-2]}" in error
 
@@ -30645,7 +30654,8 @@ def planner_fields(text):
 
 def planner_run(line, *more):
     """What the planner prints for a command line."""
-    return planner.report(planner.parse_args([*line.split(), *more]))
+    args = planner.parse_args([*line.split(), *more])
+    return args.report(args)
 
 
 def planner_json(line):
@@ -30995,8 +31005,8 @@ def test_planner_refuses_models_that_it_would_miscount(tmp_path):
         cost_model.load_shape(str(path))
     with pytest.raises(ValueError, match="--model a+: File name too long"):
         cost_model.load_shape("a" * 300)
-    done = run("-S", "-m", "planner", "--model", path)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    done = run("-S", "-m", "planner", "train", "--model", path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert re.search(r"--model \S+config.json: install \w+ to read a config.json", done.stderr)
 
 
@@ -31433,7 +31443,7 @@ def test_search_oobleck_pipelines_read_fp8_and_eager():
     """FP8 matmuls make the stages faster, elementwise kernels that are not fused slower."""
     spent = []
     for flags in ("--fp8", "", "--eager"):
-        args = planner.parse_args(["--search", "oobleck", "--gpus", "16", *flags.split()])
+        args = planner.parse_args(["search", "oobleck", "--gpus", "16", *flags.split()])
         spent.append(max(search.oobleck_pipelines(args)[0][1].spent))
     assert spent == sorted(spent) and len({*spent}) == 3
 
@@ -31582,7 +31592,7 @@ def test_search_train_flags_are_not_those_of_another_plan(text):
 ])  # fmt: skip
 def test_search_program(line, words):
     """Every method by its flag; what train.py can run, it can parse, with all layers."""
-    out = planner_run(f"--search {line}")
+    out = planner_run(f"search {line}")
     assert re.search(words, out), out
     flags = re.findall(r"^ *train\.py (--.*)", out, re.MULTILINE)
     assert bool(flags) == (not line.startswith("hap") and "cannot run" not in out)
@@ -31623,7 +31633,9 @@ for planner_text in ("", "0", "nan", "1e16", "8.5", "12q"):
     REFUSED[f"planner: number {planner_text!r}"] = planner_call, planner_words
 
 PLANNER_REFUSED = {  # flags -> more flags -> regex of the error
-    "": {
+    "train": {
+        "--energy-price 1": "^train has no flag --energy-price; see --help$",
+        "--to 1": "^train has no flag --to; see --help$",
         "--model llama9": "--model llama9.* llama3-8b",
         "--device v100": "--device v100.* h100",
         "--gpus 100": "--gpus 100.* 8; use 96",
@@ -31634,24 +31646,18 @@ PLANNER_REFUSED = {  # flags -> more flags -> regex of the error
         "--dp 8 --pp 2": "8 GPUs.* dp 8 x pp 2",
         "--tp -1": "--tp must be positive, not -1",
         "--device a100-80gb --fp8": "--fp8.*--device a100-80gb",
-        "--energy-price 1": "^--energy-price requires --site$",
-        "--persist 8 --stages 2": "^--stages requires --kernel$",
-        "--persist 8 --gpus 8": "^--gpus cannot be combined with --persist$",
         "--gpus 0": "^--gpus '0' is not a number",
         "--seq 0": "^--seq '0' is not",
         "--batch x": "^--batch 'x' is not",
         "--tokens 0": "^--tokens '0' is not",
         "--storage 0": "^--storage '0' is not",
         "--top 0": "^--top '0' is not",
-        "--persist 0": "^--persist '0' is not a number",
-        "--persist 8 --model mixtral-8x7b": "--persist requires a dense",
-        "--kernel=": "^--kernel must be three numbers such as 4096,4096,64, not ''$",
     },
-    "--search": {
-        "alpa --tp 2": "^--search alpa does not read --tp; leave it out$",
+    "search": {
+        "alpa --tp 2": "^search alpa has no flag --tp; see --help$",
         "alpa --model mixtral-8x7b": "dense --model",
         "alpa --gpus 2 --model llama3-405b": "no stages of llama3-405b fit 2 h100; use more --gpus",
-        "aceso --json": "aceso does not read --json",
+        "aceso --json": "aceso has no flag --json",
         "aceso --gpus 32 --pp 32 --schedule zbv": "64 stages .* more than the model's 32 layers",
         "oobleck --failures ² --gpus 16": "--failures ².* use 1",
         "oobleck --gpus 4": "whole nodes; use at least --gpus 8",
@@ -31670,8 +31676,17 @@ PLANNER_REFUSED = {  # flags -> more flags -> regex of the error
         "hap --device h100:2 --micro 0": "--micro must be positive, not 0",
         "hap --device h100:2 --model llama3-405b": "llama3-405b does not fit h100:2",
     },
-    "--site": {
-        "--tp 2": "^--tp cannot be combined with --site$",
+    "search crius --jobs llama3-8b": {
+        "--mix h100=0": "^--mix h100: '0' is not",
+        "--mix h100": "--mix 'h100'.* h100=16",
+        "--mix h100=8,h100=8": "--mix 'h100=8,h100=8'",
+        "--mix v100=8": "--mix: v100 is unknown.* a100",
+        "--mix=": "--mix '': write it as h100=16",
+        "--mix h100=8 --gpus 64": "^search crius has no flag --gpus; see --help$",
+    },
+    "site": {
+        "--tp 2": "^site has no flag --tp; see --help$",
+        "--seq 4k": "^site has no flag --seq; see --help$",
         "--days 0": "--days '0'.* 0.01 to",
         "--pue 0.9": "--pue '0.9'.* from 1 to 5",
         "--carbon -1": "--carbon '-1'",
@@ -31684,47 +31699,44 @@ PLANNER_REFUSED = {  # flags -> more flags -> regex of the error
         "--row 501": "--row 501",
         "--row x": "^--row 'x' is not",
         "--radix 0": "^--radix '0' is not",
-        "--mix h100=0 --jobs llama3-8b": "^--mix h100: '0' is not",
         "--radix 63": "--radix 63.* even",
         "--radix 2": "--radix 2 ",
         "--pair=": "--pair ''",
         "--pair ²,1": "--pair '²,1'.* 0,9",
         "--pair 0,8": "--pair 0,8.* 0 to 7",
-        "--seq 4k": "--seq requires --mix",
-        "--mix h100=8": "--mix and --jobs",
-        "--mix= --jobs llama3-8b": "--mix and --jobs",
-        "--mix h100 --jobs llama3-8b": "--mix 'h100'.* h100=16",
-        "--mix h100=8,h100=8 --jobs llama3-8b": "--mix 'h100=8,h100=8'",
-        "--mix v100=8 --jobs llama3-8b": "--mix: v100 is unknown.* a100",
-        "--mix h100=8 --jobs llama3-8b --gpus 64": "--gpus cannot be combined with --mix",
     },
-    "--kernel": {
-        "4096,4096,0": "^--kernel: '0' is not",
-        "4096,4096": "--kernel must be three numbers.*'4096,4096'",
+    "kernel matmul": {
+        ",": "^M,N,K must be three numbers such as 4096,4096,64, not ','$",
+        "4096,4096,0": "^M,N,K: '0' is not",
+        "4096,4096": "M,N,K must be three numbers.*'4096,4096'",
         "1k,1k,1k --tile 256,256,64": "--tile 256,256,64 .*288 registers per thread of 255",
         "1k,1k,1k --tile 128,128,64 --stages 8": "262,144 bytes of 232,448",
         "1k,1k,1k --warps 33": "1,056 threads of 1,024",
         "1k,1k,1k --group-m -1": "--group-m must be positive, not -1",
         "1k,1k,1k --device gb200-nvl72": "--device gb200-nvl72.* h100",
     },
-    "--einsum": {
+    "kernel l2": {
+        "8 --stages 2": "^kernel l2 has no flag --stages; see --help$",
+        "0": "^TOKENS '0' is not a number",
+        "8 --model mixtral-8x7b": "kernel l2 requires a dense",
+    },
+    "kernel einsum": {
         "ij,jk --sizes i=1": "'ij,jk' is not of the form",
         "ij->i --sizes i=1,j=0": "^--sizes j: '0' is not",
         "ii->i --sizes i=1": "index i stands twice in ii",
         "i->j --sizes i=1,j=2": "no operand has index j",
-        "ij->i --sizes i=1": "^--sizes lacks index j of --einsum; add j=SIZE$",
+        "ij->i --sizes i=1": "^--sizes lacks index j of the einsum; add j=SIZE$",
         "ij->i --sizes i=1,j": "--sizes 'j' is not of the form",
         "ij->i --sizes i=1,j=2,i=3": "--sizes gives index i twice",
-        "ij->i --sizes i=1,j=2,k=3": "--sizes: --einsum has no index k",
+        "ij->i --sizes i=1,j=2,k=3": "--sizes: the einsum has no index k",
         "ij->i --sizes i=1,j=2 --stages 0": "--stages must be positive, not 0",
         "ab,cd->a --sizes a=9e14,b=9e14,c=9e14,d=9e14": "more than 1e40 iterations",
         "a,a,a,a,a,a,a,a,a,a,a->a --sizes a=2": "11 operands; at most 10",
         "abc,defg->abcdefg --sizes a=2,b=2,c=2,d=2,e=2,f=2,g=2": "7 indices to tile",
     },
-    "--serve": {
-        "--site": "^--serve cannot be combined with --site$",
-        "--pue 2": "^--pue requires --site$",
-        "--zero 0": "--zero cannot be combined with --serve",
+    "serve": {
+        "--pue 2": "^serve has no flag --pue; see --help$",
+        "--zero 0": "^serve has no flag --zero; see --help$",
         "--batch -3": "^--batch '-3'",
         "--prompt 0": "^--prompt '0' is not",
         "--output 1": "--output must be 2 or more, not 1",
@@ -31752,13 +31764,13 @@ for planner_flags, planner_rows in PLANNER_REFUSED.items():
         REFUSED[f"planner: {planner_flags} {planner_text}"] = planner_call, planner_words
 
 
-def test_planner_error_names_the_missing_memory():
+def test_planner_error_names_the_missing_memory(capsys):
     """If no plan fits, the error is one line with the smallest plan's memory by kind: 405.9B
     parameters on tp 8, 16 bytes each, are 94.5 + 189.0 + 567.0 GiB."""
-    with pytest.raises(SystemExit) as caught:
-        planner.main(["--model", "llama3-405b", "--gpus", "8"])
-    said, shape = str(caught.value), cost_model.SHAPES["llama3-405b"]
-    assert said.startswith("python -m planner: no plan fits") and "\n" not in said
+    with pytest.raises(SystemExit, match="2"):
+        planner.main("train --model llama3-405b --gpus 8".split())
+    said, shape = capsys.readouterr().err, cost_model.SHAPES["llama3-405b"]
+    assert said.startswith("python -m planner: error: no plan fits") and said.count("\n") == 1
     assert ": weights 94.5, gradients 189.0, optimizer 567.0, " in said
     numbers = r"needs (\S+) of 72.0 .*80.0\): (.*); short by (\S+) "
     need, kinds, short = re.search(numbers, said).groups()
@@ -31777,7 +31789,7 @@ def test_planner_error_names_the_missing_memory():
 def test_planner_program_prints_what_it_predicts():
     """The table and the details of the best plan are rank_plans' and estimate_run's, and so is
     --json; given degrees are kept."""
-    line = "--model llama3-8b --gpus 16 --seq 4k --batch 1M --tp 2 --schedule 1f1b --fp8 --top 3"
+    line = "train --model llama3-8b --gpus 16 --seq 4k --batch 1M --tp 2 --schedule 1f1b --fp8 --top 3"
     fixed = dict(tp=2, schedule="1f1b", fp8=True, compiled=True)
     found = training_plan.rank_plans(PLANNER_8B, PLANNER_H100, 16, 4096, 256, **fixed)
     best, tokens, storage = found[0], 20 * 8_030_261_248, 122e6
@@ -31823,8 +31835,8 @@ def test_planner_program_prints_what_it_predicts():
 def test_planner_prints_the_command_of_train(line):
     """The last line starts train.py on all GPUs by the fastest plan that it can run, and there is
     none if it can run none."""
-    out = planner_run(line).split("\n")
-    args = planner.parse_args(line.split())
+    out = planner_run(f"train {line}").split("\n")
+    args = planner.parse_args(["train", *line.split()])
     job = training_plan.parse_job(args)
     found = training_plan.rank_plans(*job, **training_plan.fixed_fields(args))
     if "--fp8 --gpus 16 --tp 2" == line:
@@ -31888,7 +31900,7 @@ def test_planner_hops_between_nodes(text, node, far):
 def test_planner_searches_16384_gpus(monkeypatch):
     """The command of the README: 33,080 combinations are checked, and each of the 7,410 valid plans
     is sized once; only those that fit, half of them, are predicted, and sized again."""
-    line = "--model llama3-405b --gpus 16384 --device h100 --seq 8192 --batch 16M --tokens 15.6T"
+    line = "train --model llama3-405b --gpus 16384 --device h100 --seq 8192 --batch 16M --tokens 15.6T"
     calls = Counter()
     for name in ("find_conflict", "memory", "predict"):
         real = getattr(training_plan, name)
@@ -31902,7 +31914,7 @@ def test_planner_searches_16384_gpus(monkeypatch):
 
 def test_planner_needs_the_standard_library_alone():
     """Without site-packages and without flags, it plans a model on one server."""
-    done = run("-S", "-m", "planner")
+    done = run("-S", "-m", "planner", "train")
     assert done.returncode == 0 and not done.stderr
     assert done.stdout.startswith("llama3-8b, 8.0B parameters, on 8 h100: ")
 
@@ -32238,7 +32250,7 @@ def test_site_cell_estimate_is_below_its_tuned_plan():
 def test_site_program_prints_what_it_computes():
     """The report and --json of a site: its energy is an upper bound unless --watts is given. The
     failure rates of the components add up."""
-    line = "--site --gpus 4096 --days 10 --model llama3-70b --pair 0,4095"
+    line = "site --gpus 4096 --days 10 --model llama3-70b --pair 0,4095"
     got = planner_json(line)
     power = datacenter.site_megawatts(4096, 1275, 1.1)
     assert got["energy"]["site"] == power["site"] == pytest.approx(4096 * 1275 * 1.1 * 1.1 / 1e6)
@@ -32274,7 +32286,7 @@ def test_site_program_prints_what_it_computes():
 
 def test_site_program_places_jobs_on_a_mixed_cluster():
     """Every job has a cell of its own, or waits; a job that fits nowhere waits."""
-    line = "--site --mix h100=4,a100-80gb=2 --jobs llama3-8b,llama3.2-1b,llama3-405b --batch 1M"
+    line = "search crius --mix h100=4,a100-80gb=2 --jobs llama3-8b,llama3.2-1b,llama3-405b --batch 1M"
     first, second, third = planner_json(line)
     assert (first["device"], first["gpus"]) == ("h100", 4) and third == {"model": "llama3-405b"}
     assert (second["device"], second["gpus"]) == ("a100-80gb", 2)
@@ -32309,7 +32321,7 @@ def test_planner_kernel_numbers_of_the_articles():
     assert 257 * 256 / KM.tile_efficiency(257, 256, 128, 128) == 6 * 128 * 128
     waves = []
     for n, tiles in ((1792, 98), (1793, 120)):
-        line = f"--kernel {n},{n},{n} --tile 256,128,32 --device a100-40gb"
+        line = f"kernel matmul {n},{n},{n} --tile 256,128,32 --device a100-40gb"
         got = planner_json(line)
         assert (got["tiles"], got["slots"]) == (tiles, 108)
         assert got["tile_efficiency"] == n * n / (tiles * 256 * 128)
@@ -32421,7 +32433,7 @@ def test_planner_kernel_order_misses():
     and extrapolating over tiles change regular matmuls little; grouped rows read least."""
     mnk, tile = (300, 200, 100), (32, 64, 16)
     misses = lambda l2, **k: KM.order_misses(mnk, tile, 6, l2, 3, **k)
-    args = planner.parse_args("--kernel 300,200,100 --tile 32,64,16".split())
+    args = planner.parse_args("kernel matmul 300,200,100 --tile 32,64,16".split())
     got = KM.matmul_model(mnk, tile, args, PLANNER_H100, KM.PROCESSORS["h100"])
     assert misses(math.inf) == got["misses"] == 2 * 100 * (300 + 200)
     a, b = -(-200 // 64) * 300 * 100, -(-300 // 32) * 200 * 100
@@ -32585,13 +32597,13 @@ def test_planner_einsum_of_small_or_many_indices():
     """A QKV projection has tiles although none of its four indices is shared by all tensors; an
     index of 1 takes no more room than that; a copy has no FLOPs; equal steps are all reported."""
     run = planner_json
-    got = run("--einsum btc,chd->bthd --sizes b=1,t=4k,c=4k,h=32,d=128")["btc,chd->bthd"]
-    same = run("--einsum tc,cn->tn --sizes t=4k,c=4k,n=4k")["tc,cn->tn"]
+    got = run("kernel einsum btc,chd->bthd --sizes b=1,t=4k,c=4k,h=32,d=128")["btc,chd->bthd"]
+    same = run("kernel einsum tc,cn->tn --sizes t=4k,c=4k,n=4k")["tc,cn->tn"]
     assert got["tile"]["b"] == 1 and got["moved"] <= 1.3 * same["moved"]
-    assert "tile" in run("--einsum ij,kl->ijkl --sizes i=64,j=64,k=64,l=64")["ij,kl->ijkl"]
-    assert run("--einsum ij->ji --sizes i=4k,j=4k")["ij->ji"]["flops"] == 0
-    assert len(run("--einsum a,a,a->a --sizes a=64")) == 1 + 2 + 1
-    line = "--einsum ij,jk->ik --sizes i=4k,j=4k,k=4k --stages"
+    assert "tile" in run("kernel einsum ij,kl->ijkl --sizes i=64,j=64,k=64,l=64")["ij,kl->ijkl"]
+    assert run("kernel einsum ij->ji --sizes i=4k,j=4k")["ij->ji"]["flops"] == 0
+    assert len(run("kernel einsum a,a,a->a --sizes a=64")) == 1 + 2 + 1
+    line = "kernel einsum ij,jk->ik --sizes i=4k,j=4k,k=4k --stages"
     assert run(f"{line} 2")["ij,jk->ik"]["moved"] <= run(f"{line} 8")["ij,jk->ik"]["moved"]
 
 
@@ -32655,7 +32667,7 @@ def test_planner_kernel_chunks_of_remote_data(seed):
 def test_planner_kernel_program_prints_its_numbers():
     """Each line of the three reports is of the numbers that --json gives."""
     run = lambda line: (planner_json(line), planner_run(line))
-    line = "--kernel 4000,1k,2048 --tile 128,64,32 --stages 3 --warps 4 --measured 1e-3"
+    line = "kernel matmul 4000,1k,2048 --tile 128,64,32 --stages 3 --warps 4 --measured 1e-3"
     got, text = run(line)
     assert got["compute"] == -(-512 // 132) * 2 * 128 * 64 * 2048 / (989e12 / 132)
     assert got["memory"] == (got["misses"] + 2 * 4000 * 1024) / 3.35e12
@@ -32670,7 +32682,7 @@ def test_planner_kernel_program_prints_its_numbers():
         f"limited by {got['regime']}", f"{got['misses'] / 1e6:,.1f} MB from HBM", "16.8 TFLOP/s",
     ):  # fmt: skip
         assert words in text, words
-    line = "--einsum bhtd,bhsd,bhsv->bhtv --sizes b=1,h=32,t=4k,s=4k,d=128,v=128"
+    line = "kernel einsum bhtd,bhsd,bhsv->bhtv --sizes b=1,h=32,t=4k,s=4k,d=128,v=128"
     best, _ = run(line)
     fused, text = run(f"{line} --in-order")
     # without a softmax K^T V comes first (linear attention); with it, fusing drops the T x S scores
@@ -32680,9 +32692,9 @@ def test_planner_kernel_program_prints_its_numbers():
     assert sum(one["bytes"] for one in parts) - fused["fused"]["bytes"] == scores
     fused = fused["fused"]
     assert fused["regime"] == "compute" and f"{fused['moved'] / 1e6:,.1f} MB" in text
-    got, _ = run("--kernel 64,64,64 --stages 1")  # the tiles of one step are in flight
+    got, _ = run("kernel matmul 64,64,64 --stages 1")  # the tiles of one step are in flight
     assert got["in_flight"] == 2 * (128 + 128) * 64 and got["regime"] == "overhead"
-    got, text = run("--persist 1024 --model llama3-8b")
+    got, text = run("kernel l2 1024 --model llama3-8b")
     assert "gate, up" not in got["pinned"] and len(got["pinned"]) == 7
     assert "58.7 MB, not pinned" in text
     C, QKV, F, T = 4096, 6144, 14336, 2 * 1024  # widths, bytes of a column
@@ -33040,7 +33052,7 @@ def test_planner_serving_program():
     """The table and pools of a report are those of rank_layouts and disaggregate, and so is --json;
     given degrees are kept; a price is per million output tokens."""
     asked = SPLAN.Requests(2000, 500)
-    out = planner_run("--serve --prompt 2000 --output 500 --batch auto --gpu-hour 3")
+    out = planner_run("serve --prompt 2000 --output 500 --batch auto --gpu-hour 3")
     head, rows, best, pools = out.split("\n\n")
     found = SPLAN.rank_layouts(PLANNER_8B, PLANNER_H100, 8, asked)
     for text in ("131,072 bytes", "critical batch 295", f"{len(found)} layouts", "h200 206"):
@@ -33055,7 +33067,7 @@ def test_planner_serving_program():
     two = SPLAN.disaggregate(PLANNER_8B, PLANNER_H100, 8, asked)
     assert f"{two.prefill.replicas} prefill of {two.prefill.layout}" in pools
     assert f"\n{two.tokens_per_second:,.0f} tok/s" in pools
-    line = "--serve --model qwen3-30b-a3b --gpus 16 --device h200 --ep 4 --batch 64 --slo 2:0.05"
+    line = "serve --model qwen3-30b-a3b --gpus 16 --device h200 --ep 4 --batch 64 --slo 2:0.05"
     got = planner_json(f"{line} --quantize fp8 --kv-cache-dtype fp8")
     assert {(one["layout"]["ep"], one["batch"]) for one in got["layouts"]} == {(4, 64)}
     assert all(one["tpot"] <= 0.05 and one["layout"]["kv"] == "fp8" for one in got["layouts"])
@@ -33098,7 +33110,7 @@ def test_planner_serving_of_few_sequences():
 
 def test_planner_serving_where_only_pools_meet_the_slo():
     """Short outputs of long prompts: no colocated step is that short, and pools are printed."""
-    line = "--serve --slo 0.3:0.0077 --prompt 8000 --output 10"
+    line = "serve --slo 0.3:0.0077 --prompt 8000 --output 10"
     *_, reason, pools = planner_run(line).split("\n\n")
     assert reason.startswith("colocated: no layout meets --slo") and " tok/s, " in pools
     got = planner_json(line)
@@ -33468,7 +33480,7 @@ def test_perseus_energy_curve():
 
 
 def search_output(name, **problem):
-    return planner_run(f"--search {name} --problem", json.dumps(problem)).splitlines()
+    return planner_run(f"search {name} --problem", json.dumps(problem)).splitlines()
 
 
 def test_helix_program():
@@ -33519,7 +33531,7 @@ def test_helix_decode_rates(name):
 
 
 def test_helix_names_the_missing_solver(monkeypatch):
-    """Without scipy, --search helix is one line that names it."""
+    """Without scipy, `search helix` is one line that names it."""
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
     with pytest.raises(ValueError, match="helix require scipy; run: pip install scipy$"):
         helix.place(helix_cluster(1))
@@ -33538,7 +33550,7 @@ def test_spindle_program():
 def test_pipeline_search_program_disttrain():
     """GPUs sum to --gpus at most, with options of train.py; balanced ranks and reordered
     microbatches take less time."""
-    out = planner_run("--search disttrain --gpus 16 --model llama3-8b").splitlines()
+    out = planner_run("search disttrain --gpus 16 --model llama3-8b").splitlines()
     rows = [line.split() for line in out[1:4]]
     assert [row[0] for row in rows] == ["encoder", "backbone", "generator"]
     assert sum(int(row[1]) for row in rows) <= 16
@@ -33635,7 +33647,7 @@ PROBLEMS_REFUSED = {  # search -> --problem -> regex of the error
 }
 for search_name, search_rows in PROBLEMS_REFUSED.items():
     for search_text, search_words in search_rows.items():
-        search_call = partial(planner_run, f"--search {search_name} --problem", search_text)
+        search_call = partial(planner_run, f"search {search_name} --problem", search_text)
         REFUSED[f"search: {search_name} {search_text[:70]}"] = search_call, search_words
 
 

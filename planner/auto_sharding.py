@@ -1,6 +1,6 @@
 """Alpa: a sharding for every operator of a layer, and submeshes of GPUs for the stages.
 
-    python -m planner --search alpa --model llama3-70b --gpus 64
+    python -m planner search alpa --model llama3-70b --gpus 64
 
 A layer is a graph of seven operators: norm qkv attention out norm up down. On each axis of a mesh
 of GPUs an operator is sharded by one letter:
@@ -28,7 +28,7 @@ integer program for heterogeneous GPUs. Needs: scipy (HiGHS) and numpy, imported
 from __future__ import annotations
 
 if __name__ == "__main__":
-    raise SystemExit("this is a part of the planner; run: python -m planner --search")
+    raise SystemExit("this is a part of the planner; run: python -m planner --help")
 
 import argparse
 import math
@@ -95,7 +95,7 @@ def layer_graph(shape: Shape, seq: int) -> tuple[list[Operator], dict[tuple[int,
     """The operators of a dense layer, and elements per token of the tensor between any two. Norms
     and residual additions are one operator. The last edges lead to the next layer's first."""
     require(not shape.experts and not shape.kv_rank,
-            "--search alpa and hap require a dense --model without latent attention")  # fmt: skip
+            "search alpa and hap require a dense --model without latent attention")  # fmt: skip
     (c, f), (c_back, f_back) = LAYER_HBM_BYTES[True]
     C, F, heads = shape.dim, shape.ffn, (shape.heads, shape.kv_heads)
     *qkv, out = shape.attention()
@@ -392,6 +392,3 @@ def alpa_report(args: argparse.Namespace) -> str:
     )  # fmt: skip
     layers = [last - first for first, last, *_ in got.stages]
     return "\n".join([*lines, train_flags(args.model, shape, plan, seq, batch, layers)])
-
-
-METHODS = {"alpa": alpa_report}

@@ -23,14 +23,15 @@ Gpulet (Choi et al., USENIX ATC 2022). A GPU is split into at most two partition
 Left out: the choice of GPU groups in AlpaServe and MuxServe, which is enumeration around what is
 here; Gpulet's split of one model's rate over several partitions. Hook: none; MuxServe's pool runs
 under the real Scheduler and BlockAllocator of paged_kv.py. planner/time_sharing.py decides what
-runs when on one GPU. `python -m planner.colocation` prints the tables of both files.
+runs when on one GPU. `python -m planner simulate colocation` prints the tables of both files.
 """
 
 from __future__ import annotations
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("run: python -m planner.colocation")
+if __name__ == "__main__":
+    raise SystemExit("this is a part of the planner; run: python -m planner --help")
 
+import argparse
 import math
 import random
 import statistics
@@ -429,12 +430,15 @@ def gpulet_rows() -> Iterator[Row]:
         yield ("Gpulet: time, partitions", f"{name} networks", "largest rate, x", *rates)
 
 
-def main() -> None:
-    print(f"{'baseline, technique':33} {'workload':40} {'measure':23} {'baseline':>9} technique")
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """`simulate colocation` has no flags."""
+    parser.set_defaults(report=report)
+
+
+def report(_: argparse.Namespace) -> str:
+    """A line per technique, beside its baseline."""
+    lines = [f"{'baseline, technique':33} {'workload':40} {'measure':23} {'baseline':>9} technique"]
     for rows in (alpaserve_rows, muxserve_rows, gpulet_rows, orion_rows, qlm_rows):
         for title, workload, measure, old, new in rows():
-            print(f"{title:33} {workload:40} {measure:23} {old:9.3f} {new:9.3f}")
-
-
-if __name__ == "__main__":
-    main()
+            lines.append(f"{title:33} {workload:40} {measure:23} {old:9.3f} {new:9.3f}")
+    return "\n".join(lines)

@@ -13,8 +13,8 @@ config.json also torch.
 
 from __future__ import annotations
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("run: python -m planner")
+if __name__ == "__main__":
+    raise SystemExit("this is a part of the planner; run: python -m planner --help")
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace

@@ -1,6 +1,6 @@
 """A site and the runs on it: days, energy, CO2, megawatts, failures, checkpoints, servers per row.
 
-    python -m planner --site --gpus 16384 --device h100 --days 54
+    python -m planner site --gpus 16384 --device h100 --days 54
     run = estimate_run(shape, device, predict(...), seq, batch, tokens=15.6e12)
     run["days"], run["mwh"], run["mtbf_hours"], run["goodput"]
 
@@ -11,22 +11,22 @@ them falls as 1 / GPUs (Kokolis et al., arXiv:2410.21680): right for the largest
 fail several times as often as that says, for reasons other than hardware. A row of servers is
 oversubscribed as in POLCA (Patel et al., ASPLOS 2024).
 
-The report also has the network (network_topology.py), the model and tokens that a budget is best
-spent on (scaling_laws.py) and, with --mix, jobs on a mixed cluster (mixed_cluster.py).
+The report also has the network (network_topology.py), and the model and tokens that a budget is
+best spent on (scaling_laws.py).
 Needs: the standard library.
 """
 
 from __future__ import annotations
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("run: python -m planner")
+if __name__ == "__main__":
+    raise SystemExit("this is a part of the planner; run: python -m planner --help")
 
 import argparse
 import json
 import math
 from typing import Any
 
-from planner import mixed_cluster, network_topology, scaling_laws
+from planner import network_topology, scaling_laws
 from planner.cost_model import (
     Device,
     Shape,
@@ -36,6 +36,7 @@ from planner.cost_model import (
     parse_number,
     require,
 )
+from planner.flags import add_shared
 from planner.training_plan import Prediction
 
 # Unexpected interruptions of Llama 3 405B: 54 days, 16,384 H100 (arXiv:2407.21783, table 5)
@@ -53,9 +54,6 @@ CARBON = 0.429  # kg of CO2e per kWh: the average of the US (2104.10350, 2.4)
 ENERGY_PRICE = 0.078  # $ per kWh (SemiAnalysis, 100,000 H100 Clusters, June 2024)
 OTHER_IT = 0.10  # storage, switches, CPU nodes and optics over servers' power (same article)
 TRAINING_MFU = 0.40  # of a budget given as GPUs and days; Llama 3's runs: 0.38 to 0.43
-
-READS = {"model", "device", "gpus", "storage", "seq", "batch"}  # of the shared flags
-MIX_READS = {"seq", "batch"}
 
 # Power of a DGX A100 in inference: POLCA's characterization (ASPLOS 2024; arXiv:2308.12908)
 GPU_POWER_SHARE = 0.5  # GPUs' share of a server's power
@@ -193,10 +191,9 @@ def servers_per_row(row: int, prompt: float, risk: float, capped: bool = False) 
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """--site and the flags that it reads; numbers are parsed by `site`."""
-    group = parser.add_argument_group("the site: energy, failures, network, scaling laws")
-    add = group.add_argument
-    add("--site", action="store_true", help="report on a site of --gpus of --device")
+    """The flags of `site`, which parses the numbers."""
+    add_shared(parser, "model gpus device storage json")
+    add = parser.add_argument
     add("--days", default="365", help="days that the energy is of")
     add("--watts", help="measured average per GPU with its server; default: the server's maximum")
     add("--pue", default=str(PUE), help="energy of the site / of its IT")
@@ -209,8 +206,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--row", default="40", help="servers that a row's power is provisioned for")
     add("--prompt-share", default="0.05", help="of a server's time; an assumption")
     add("--risk", default="0.001", help="probability that a row's power is exceeded")
-    add("--mix", help="instead: jobs on a mixed cluster, such as h100=16,a100-80gb=32")
-    add("--jobs", help="models that train on --mix, such as llama3-8b,llama2-13b")
+    parser.set_defaults(report=report)
 
 
 def fraction(args: argparse.Namespace, name: str, low: float, high: float) -> float:
@@ -270,14 +266,7 @@ def site(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def report(args: argparse.Namespace) -> str:
-    """The output of --site; with --mix, of the mixed cluster."""
-    mixed = args.mix is not None or args.jobs is not None
-    other = MIX_READS if not mixed else args.given - {*MIX_READS, "site", "mix", "jobs", "json"}
-    for name in sorted(other & args.given):
-        text = "cannot be combined with --mix" if mixed else "requires --mix"
-        raise ValueError(f"--{name.replace('_', '-')} {text}")
-    if mixed:
-        return mixed_cluster.report(args)
+    """The output of `site`."""
     found = site(args)
     if args.json:
         return json.dumps(found, indent=2)

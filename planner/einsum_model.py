@@ -1,6 +1,6 @@
 """Einsum: FLOPs, bytes, the best order of contraction, and the tiles that move fewest bytes.
 
-    python -m planner --einsum "bhtd,bhsd,bhsv->bhtv" --in-order \\
+    python -m planner kernel einsum "bhtd,bhsd,bhsv->bhtv" --in-order \\
         --sizes b=1,h=32,t=4096,s=4096,d=128,v=128
 
 A contraction of n operands is n - 1 contractions of pairs, and their order decides the FLOPs;
@@ -18,8 +18,8 @@ tiles that count each load.
 
 from __future__ import annotations
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("run: python -m planner --einsum")
+if __name__ == "__main__":
+    raise SystemExit("this is a part of the planner; run: python -m planner --help")
 
 import argparse
 import itertools
@@ -28,6 +28,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from planner.cost_model import Device, parse_number, require
+from planner.flags import add_shared
 from planner.kernel_model import (
     BYTES,
     EAGER_OVERHEAD,
@@ -39,7 +40,6 @@ from planner.kernel_model import (
     require_positive,
 )
 
-READS = {"device", "stages"}  # of the shared flags and of --kernel's
 TILES = (16, 32, 64, 128, 256)  # sizes of an index
 ACCUMULATORS = 2 * REGISTERS_PER_SM  # bytes: half of the registers
 
@@ -57,17 +57,17 @@ def parse_einsum(text: str, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], 
     left, arrow, out = text.replace(" ", "").partition("->")
     inputs = tuple(left.split(","))
     ok = arrow and all(term.isalpha() for term in inputs) and (out.isalpha() or not out)
-    require(ok, f"--einsum {text!r} is not of the form ij,jk->ik")
+    require(ok, f"EINSUM {text!r} is not of the form ij,jk->ik")
     for term in (*inputs, out):
         twice = "".join(i for i in term if term.count(i) > 1)[:1]
-        require(not twice, f"--einsum: index {twice} stands twice in {term}")
+        require(not twice, f"EINSUM: index {twice} stands twice in {term}")
     strange = "".join(sorted(set(out) - set(left)))[:1]
-    require(not strange, f"--einsum: no operand has index {strange} of the output")
+    require(not strange, f"EINSUM: no operand has index {strange} of the output")
     missing = "".join(sorted(set(left) - {",", *sizes}))[:1]
-    require(not missing, f"--sizes lacks index {missing} of --einsum; add {missing}=SIZE")
+    require(not missing, f"--sizes lacks index {missing} of the einsum; add {missing}=SIZE")
     unused = "".join(sorted(set(sizes) - set(left)))[:1]
-    require(not unused, f"--sizes: --einsum has no index {unused}")
-    require(len(inputs) <= 10, f"--einsum has {len(inputs)} operands; at most 10")
+    require(not unused, f"--sizes: the einsum has no index {unused}")
+    require(len(inputs) <= 10, f"EINSUM has {len(inputs)} operands; at most 10")
     loops = numel(left.replace(",", ""), sizes)
     require(loops <= 1e40, "--sizes: more than 1e40 iterations of one loop nest")
     return inputs, out
@@ -219,7 +219,7 @@ def rank_tiles(
     terms = [t for step in steps for t in (*step.operands, step.out)]
     batch = set(terms[0]).intersection(*terms)
     names = sorted(set("".join(terms)) - batch)
-    require(len(names) <= 6, f"--einsum: {len(names)} indices to tile; at most 6")
+    require(len(names) <= 6, f"EINSUM: {len(names)} indices to tile; at most 6")
     choices = [[s for s in TILES if s < 2 * sizes[i]] or [sizes[i]] for i in names]
     choices = [[1, *x] if i in steps[-1].out and x != [1] else x for i, x in zip(names, choices)]
     found = []
@@ -237,12 +237,15 @@ def rank_tiles(
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """--einsum and what belongs to it."""
-    group = parser.add_argument_group("einsum (with --device and --stages)")
-    group.add_argument("--einsum", help='"bhtd,bhsd->bhts": order, FLOPs, bytes, regime, tiles')
-    group.add_argument("--sizes", default="", help="of its indices: b=1,h=32,t=4k")
+    """The flags of `kernel einsum`."""
+    add_shared(parser, "device json")
+    add = parser.add_argument
+    add("einsum", metavar="EINSUM", help='such as "bhtd,bhsd->bhts"')
+    add("--sizes", default="", help="of its indices: b=1,h=32,t=4k")
+    add("--stages", type=int, default=4, help="buffers of each operand's tile (4)")
     text = "contract the operands as written, as a function between the steps requires"
-    group.add_argument("--in-order", action="store_true", help=text)
+    add("--in-order", action="store_true", help=text)
+    parser.set_defaults(report=report)
 
 
 def chain_model(
@@ -266,7 +269,7 @@ def chain_model(
 
 
 def report(args: argparse.Namespace) -> str:
-    """The text, or JSON, of --einsum: each step as a kernel, and all of them fused."""
+    """The text, or JSON, of `kernel einsum`: each step as a kernel, and all of them fused."""
     require_positive(args, "stages")
     sizes, (device, p) = parse_sizes(args.sizes), device_of(args)
     inputs, out = parse_einsum(args.einsum, sizes)

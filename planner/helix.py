@@ -1,6 +1,6 @@
 """Helix: which layers each of unequal GPUs serves, and which GPUs a request passes.
 
-    python -m planner --search helix --model llama3-70b --problem '{"group": 10}'
+    python -m planner search helix --model llama3-70b --problem '{"group": 10}'
 
 The layers of each node are a mixed-integer program over a flow of tokens from node to node, and a
 weighted round robin sends requests along the flow's links (arXiv:2406.01566). The placement is
@@ -15,7 +15,7 @@ small random problems. Needs: scipy.
 from __future__ import annotations
 
 if __name__ == "__main__":
-    raise SystemExit("run: python -m planner --search helix")
+    raise SystemExit("this is a part of the planner; run: python -m planner --help")
 
 import argparse
 import itertools
@@ -25,7 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from planner.cost_model import DEVICES, LINK_EFFICIENCY, Device, Shape, load_shape, require
-from planner.problem import is_count, is_positive, read_problem
+from planner.flags import is_count, is_positive, read_problem
 from planner.serving_cost import Layout, achieved, decode_work, kv_bytes_per_token, step
 from planner.solvers import Arcs, IntegerProgram, max_flow
 from planner.training_plan import layer_parameters
@@ -219,6 +219,3 @@ def helix_report(args: argparse.Namespace) -> str:
     for path in sorted({*paths}, key=paths.count, reverse=True):
         lines.append(f"{paths.count(path):>7}  {' > '.join(path)}")
     return "\n".join(lines)
-
-
-METHODS = {"helix": helix_report}

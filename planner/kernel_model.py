@@ -1,6 +1,6 @@
 """Model of one GPU kernel: what limits a matmul, before it is written.
 
-    python -m planner --kernel 4096,4096,4096 --tile 128,128,64 --device h100
+    python -m planner kernel matmul 4096,4096,4096 --tile 128,128,64 --device h100
 
 A kernel is limited by arithmetic, by bytes or by overhead (He, "Making Deep Learning Go Brrrr From
 First Principles"; NVIDIA, "GPU Performance Background User's Guide"), and a matmul also by
@@ -18,8 +18,8 @@ articles' own numbers, gemm.py's own order, and brute force on random small case
 
 from __future__ import annotations
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("run: python -m planner --kernel")
+if __name__ == "__main__":
+    raise SystemExit("this is a part of the planner; run: python -m planner --help")
 
 import argparse
 import itertools
@@ -37,6 +37,7 @@ from planner.cost_model import (
     parse_number,
     require,
 )
+from planner.flags import add_shared
 
 KIB, MIB = 2**10, 2**20
 BYTES = 2  # per element: fp16, bf16
@@ -45,7 +46,6 @@ THREADS_PER_SM, BLOCKS_PER_SM, REGISTERS_PER_SM = 2048, 32, 65536
 THREADS_PER_BLOCK = 1024
 SHARED_RESERVED = 1024  # bytes per block that CUDA keeps (Hopper Tuning Guide)
 OTHER_REGISTERS = 32  # per thread, beside the accumulators: addresses, operands (our estimate)
-READS = {"device"}  # of the shared flags
 EAGER_OVERHEAD = 1 / 280e3  # s per operator: 280,000 tiny PyTorch operators per second (He)
 
 
@@ -81,8 +81,7 @@ PROCESSORS = {
 
 
 def tile_efficiency(M: int, N: int, block_m: int, block_n: int) -> float:
-    """Part of the tiles' area that is in the result: tile quantization (NVIDIA, matmul guide, 3.1).
-    """
+    """Part of the tiles' area that is in the result: tile quantization (NVIDIA, matmul guide, 3.1)."""
     return M * N / (math.ceil(M / block_m) * block_m * math.ceil(N / block_n) * block_n)
 
 
@@ -230,15 +229,16 @@ def best_chunks(transfer: float, work: float, alpha: float, beta: float, limit: 
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """--kernel and what belongs to it."""
-    group = parser.add_argument_group("one kernel (with --device)")
-    add = group.add_argument
-    add("--kernel", metavar="M,N,K", help="a bf16 matmul: waves, occupancy, L2, tiles, regime")
-    add("--tile", default="128,128,64", help="BLOCK_M,BLOCK_N,BLOCK_K")
-    add("--warps", type=int, default=8)
-    add("--stages", type=int, default=4, help="buffers of each operand's tile")
-    add("--group-m", type=int, default=8, help="rows of tiles per group of the order; 1: row-major")
+    """The flags of `kernel matmul`."""
+    add_shared(parser, "device json")
+    add = parser.add_argument
+    add("mnk", metavar="M,N,K", help="a bf16 matmul's sizes; k is 1024")
+    add("--tile", default="128,128,64", help="BLOCK_M,BLOCK_N,BLOCK_K (128,128,64)")
+    add("--warps", type=int, default=8, help="per tile (8)")
+    add("--stages", type=int, default=4, help="buffers of each operand's tile (4)")
+    add("--group-m", type=int, default=8, help="rows of tiles per group of the order (8)")
     add("--measured", type=float, help="seconds that the kernel takes: prints the rates reached")
+    parser.set_defaults(report=report)
 
 
 def device_of(args: argparse.Namespace) -> tuple[Device, Processor]:
@@ -342,10 +342,10 @@ def matmul_rows(got: dict, tile: Sequence[int], device: Device, p: Processor) ->
 
 
 def report(args: argparse.Namespace) -> str:
-    """The text, or JSON, of --kernel."""
+    """The text, or JSON, of `kernel matmul`."""
     require_positive(args, "warps", "stages", "group_m", "measured")
     device, p = device_of(args)
-    mnk, tile = _three_numbers("--kernel", args.kernel), _three_numbers("--tile", args.tile)
+    mnk, tile = _three_numbers("M,N,K", args.mnk), _three_numbers("--tile", args.tile)
     got = matmul_model(mnk, tile, args, device, p)
     got |= matmul_choices(got, mnk, tile, args, device, p)
     rows = matmul_rows(got, tile, device, p)
@@ -355,4 +355,4 @@ def report(args: argparse.Namespace) -> str:
         share = got["seconds"] / args.measured
         rows["measured"] = f"{rates[0]:,.1f} TFLOP/s, {rates[1]:,.1f} GB/s of A, B and C; "
         rows["measured"] += f"{share:.1%} of the predicted speed"
-    return render(args, f"matmul {args.kernel} in bf16 on {args.device}", got, rows)
+    return render(args, f"matmul {args.mnk} in bf16 on {args.device}", got, rows)

@@ -1,6 +1,6 @@
 """What stays in L2: which activations of a layer to pin, and what part of a tensor read repeatedly.
 
-    python -m planner --persist 1024 --model llama3-8b --device h100
+    python -m planner kernel l2 1024 --model llama3-8b --device h100
 
 Since Ampere a part of L2 can be set aside for the addresses of an access policy window (CUDA C++
 Programming Guide, "Device Memory L2 Access Management"). Which tensors it should hold is a packing
@@ -17,17 +17,17 @@ Needs: the standard library. Proof (test_all.py): every subset, and the simulate
 
 from __future__ import annotations
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("run: python -m planner --persist")
+if __name__ == "__main__":
+    raise SystemExit("this is a part of the planner; run: python -m planner --help")
 
 import argparse
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from planner.cost_model import Shape, load_shape, parameters, parse_number, require
+from planner.flags import add_shared
 from planner.kernel_model import BYTES, device_of, render
 
-READS = {"model", "device"}  # of the shared flags
 # Part of L2: the most that an A100 takes (deviceQuery: 30 of 40 MiB), and the sample's of "L2 Cache
 # Set-Aside" (CUDA C++ Programming Guide); others may take less
 SET_ASIDE = 0.75
@@ -72,7 +72,7 @@ def layer_tensors(shape: Shape, tokens: int) -> list[Tensor]:
     """Activations of a dense decoder layer, in 8 kernels: norm, QKV, attention, O + residual, norm,
     gate and up, SwiGLU, down + residual. The input is read and the output written in any case."""
     ok = not shape.kv_rank and not shape.experts and not shape.gpt
-    require(ok, "--persist requires a dense Llama-like --model")
+    require(ok, "kernel l2 requires a dense Llama-like --model")
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     rows = [
         ("input", shape.dim, (0, 3), 1), ("normed", shape.dim, (0, 1), 0),
@@ -89,14 +89,16 @@ def layer_tensors(shape: Shape, tokens: int) -> list[Tensor]:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """--persist."""
-    group = parser.add_argument_group("L2 residency (with --model and --device)")
-    group.add_argument("--persist", metavar="TOKENS", help="activations of a layer to pin in L2")
+    """The flags of `kernel l2`."""
+    add_shared(parser, "model device json")
+    text = "of a layer, whose activations to pin in L2; k is 1024"
+    parser.add_argument("tokens", metavar="TOKENS", help=text)
+    parser.set_defaults(report=report)
 
 
 def report(args: argparse.Namespace) -> str:
-    """The text, or JSON, of --persist."""
-    shape, tokens = load_shape(args.model), parse_number(args.persist, "--persist", 1024)
+    """The text, or JSON, of `kernel l2`."""
+    shape, tokens = load_shape(args.model), parse_number(args.tokens, "TOKENS", 1024)
     tensors, room = layer_tensors(shape, tokens), int(SET_ASIDE * device_of(args)[1].l2)
     embedding = 0 if shape.tied else shape.dim * shape.vocab  # a row per token is read
     pinned, weights = persistent(tensors, room), BYTES * (parameters(shape) - embedding)

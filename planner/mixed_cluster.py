@@ -1,6 +1,6 @@
 """Training jobs on a cluster of several GPU types: which type, how many GPUs, which layout.
 
-    python -m planner --site --mix h100=16,a100-80gb=32 --jobs llama3-8b,llama2-13b
+    python -m planner search crius --mix h100=16,a100-80gb=32 --jobs llama3-8b,llama2-13b
 
 Crius (Xue et al., arXiv:2403.16125) schedules cells. A cell fixes what decides most of a job's
 speed: the GPU type, the number of GPUs and the number of pipeline stages. Its throughput is
@@ -16,8 +16,8 @@ parallelism. The estimate is 0.8 to 1 of the tuned plan for most cells, but 0.57
 
 from __future__ import annotations
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("run: python -m planner")
+if __name__ == "__main__":
+    raise SystemExit("this is a part of the planner; run: python -m planner --help")
 
 import argparse
 import json
@@ -104,10 +104,15 @@ def parse_mix(text: str) -> dict[str, int]:
     return cluster
 
 
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `search crius`, beside the shared ones."""
+    add = parser.add_argument
+    add("--mix", required=True, help="the cluster, such as h100=16,a100-80gb=32")
+    add("--jobs", required=True, help="models to train, such as llama3-8b,llama2-13b")
+
+
 def schedule(args: argparse.Namespace) -> list[dict[str, Any]]:
     """A row per job: its cell, the estimate and the tuned plan; without a cell, only its model."""
-    ok = args.mix and args.jobs
-    require(ok, "--mix and --jobs require each other, as in --mix h100=16,b200=8 --jobs llama3-8b")
     cluster, names = parse_mix(args.mix), [name.strip() for name in args.jobs.split(",")]
     shapes, (seq, batch) = [load_shape(name) for name in names], parse_batch(args)
     rates = [
@@ -126,7 +131,7 @@ def schedule(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def report(args: argparse.Namespace) -> str:
-    """The output of --site --mix: a line per job."""
+    """The output of `search crius`: a line per job."""
     rows = schedule(args)
     if args.json:
         return json.dumps(rows, indent=2)

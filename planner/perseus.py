@@ -1,6 +1,6 @@
 """Perseus: a clock for every forward and backward pass of a pipeline.
 
-    python -m planner --search perseus --model llama3-8b
+    python -m planner search perseus --model llama3-8b
 
 Passes that are not on the critical path run slower, at less energy, while the iteration takes no
 longer: the least energy of a pipeline at each iteration time (arXiv:2312.06902), exact for convex
@@ -16,7 +16,7 @@ plans of small random problems. Needs: the standard library.
 from __future__ import annotations
 
 if __name__ == "__main__":
-    raise SystemExit("run: python -m planner --search perseus")
+    raise SystemExit("this is a part of the planner; run: python -m planner --help")
 
 import argparse
 import itertools
@@ -28,7 +28,7 @@ from typing import NamedTuple
 from parallelism.schedules import Action, Schedule, make_schedule, simulate
 from planner.cost_model import load_device, load_shape, parse_number, require
 from planner.pipeline_search import ActionCosts, stage_flags, stage_passes
-from planner.problem import is_positive, read_problem
+from planner.flags import is_positive, read_problem
 from planner.solvers import Arcs, lower_hull, max_flow
 
 WAITING_WATTS = 75.5  # of a GPU blocked in a receive: the default of Perseus's lowtime library
@@ -197,6 +197,3 @@ def perseus_report(args: argparse.Namespace) -> str:
         ) for actions in schedule.actions for kind in "FB"),
         flags,
     ])  # fmt: skip
-
-
-METHODS = {"perseus": perseus_report}

@@ -1,7 +1,7 @@
 """Searches for training pipelines: GPUs of each module, and micro-batches.
 
-    python -m planner --search disttrain --gpus 64
-    python -m planner --search dynapipe --problem '{"lengths": [900, 80, 75], "pp": 4}'
+    python -m planner search disttrain --gpus 64
+    python -m planner search dynapipe --problem '{"lengths": [900, 80, 75], "pp": 4}'
 
     disttrain  multimodal training: GPUs and parallelism of encoder, backbone and generator, exact;
                samples to ranks and the order of microbatches, heuristics (arXiv:2408.04275)
@@ -20,7 +20,7 @@ random problems. Needs: the standard library.
 from __future__ import annotations
 
 if __name__ == "__main__":
-    raise SystemExit("run: python -m planner --search disttrain")
+    raise SystemExit("this is a part of the planner; run: python -m planner --help")
 
 import argparse
 import itertools
@@ -31,9 +31,10 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from planner.cost_model import GIB, Device, Shape, load_device, load_shape, parse_number, require
-from planner.problem import block, is_count, is_positive, passes, read_problem
+from planner.flags import is_count, is_positive, read_problem
 from parallelism.schedules import Action, Costs, Schedule, balance, make_schedule, simulate
 from planner.training_plan import (
+    block, passes,
     LOGITS_BYTES,
     Plan,
     activation_bytes,
@@ -368,6 +369,3 @@ def dynapipe_report(args: argparse.Namespace) -> str:
     flags = stage_flags(args.model, counts)
     rows += [row("dynamic programming", found)[1], flags, "documents x tokens:"]
     return "\n".join([*rows, " ".join(f"{len(group)}x{longest(group)}" for group in found)])
-
-
-METHODS = {"disttrain": disttrain_report, "dynapipe": dynapipe_report}

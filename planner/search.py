@@ -1,6 +1,6 @@
-"""Layouts found by the search algorithms of ten systems, on the planner's formulas.
+"""Layouts found by the search algorithms of eleven systems, on the planner's formulas.
 
-    python -m planner --search aceso --model llama3-70b --gpus 256
+    python -m planner search aceso --model llama3-70b --gpus 256
 
 training_plan.py ranks every plan; that works while all stages are equal and a plan is ten numbers.
 Each method here searches a space that is too large for it, or needs far fewer evaluations:
@@ -10,6 +10,7 @@ Each method here searches a space that is too large for it, or needs far fewer e
     oobleck   pipelines of different sizes that use every node left   (arXiv:2309.08125, 4)
     alpa      a sharding per operator, stages on submeshes            (auto_sharding.py)
     hap       uneven shards on heterogeneous GPUs                     (uneven_sharding.py)
+    crius     jobs on several types of GPU                    (mixed_cluster.py)
     helix     layers on unequal GPUs                                  (helix.py)
     spindle   waves of tasks                                          (spindle.py)
     disttrain, dynapipe    GPUs of each module, micro-batches         (pipeline_search.py)
@@ -28,23 +29,24 @@ each method with brute force on small random cases. Needs: the standard library;
 from __future__ import annotations
 
 if __name__ == "__main__":
-    raise SystemExit("this is a part of the planner; run: python -m planner --search")
+    raise SystemExit("this is a part of the planner; run: python -m planner --help")
 
 import argparse
 import bisect
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
 
-from planner import auto_sharding, helix, perseus, pipeline_search, spindle, uneven_sharding
+from planner import auto_sharding, helix, mixed_cluster, perseus, pipeline_search, spindle
+from planner import uneven_sharding
 from planner.cost_model import Device, Shape, require
+from planner.flags import PLAN_FIELDS, add_shared
 from planner.training_plan import (
     RECOMPUTE,
-    SIZES,
     Plan,
     Prediction,
     count_ends,
@@ -65,21 +67,6 @@ from planner.training_plan import (
     stage_bytes,
     train_flags,
 )
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of this topic."""
-    group = parser.add_argument_group("search", "instead of ranking all plans")
-    group.add_argument("--search", choices=tuple(METHODS), help="the system whose search to use")
-    group.add_argument("--problem", metavar="JSON", help="helix to perseus: fields, or a file")
-    group.add_argument("--failures", default="1", help="oobleck: nodes that may fail at once")
-
-
-def report(args: argparse.Namespace) -> str:
-    """The result of the method that --search names. ValueError for a flag that it does not read."""
-    for name in sorted(args.given - {"search", *FLAGS[args.search].split()}):
-        require(False, f"--search {args.search} does not read --{name}; leave it out")
-    return METHODS[args.search](args)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -409,7 +396,7 @@ def oobleck_pipelines(args: argparse.Namespace) -> tuple[dict[int, Pipeline], Pl
     node = device.node
     fix = f"--tp {plan.tp} does not divide a node of {node} GPUs; use a divisor"
     require(node % plan.tp == 0, fix)
-    require(gpus >= node, f"--search oobleck requires whole nodes; use at least --gpus {node}")
+    require(gpus >= node, f"search oobleck requires whole nodes; use at least --gpus {node}")
     micros, made = batch // plan.micro, {}
     for n in range(1, gpus // node + 1):
         p = replace(plan, pp=n * node // plan.tp)
@@ -449,28 +436,63 @@ def oobleck_report(args: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
-METHODS = {  # function(args) -> str
-    "aceso": aceso_report,
-    "oobleck": oobleck_report,
-    "merak": merak_report,
-    **auto_sharding.METHODS,
-    **uneven_sharding.METHODS,
-    **helix.METHODS,
-    **spindle.METHODS,
-    **pipeline_search.METHODS,
-    **perseus.METHODS,
-}
+class Method(NamedTuple):
+    """A system's search: its report, the shared flags that it reads (flags.py), what it finds."""
+
+    report: Callable[[argparse.Namespace], str]
+    flags: str
+    finds: str
+
 
 _JOB = "model device gpus seq batch"
-FLAGS = {  # that a method reads
-    "aceso": f"{_JOB} {' '.join(SIZES)} recompute schedule fp8 eager",
-    "oobleck": f"{_JOB} failures tp micro recompute fp8 eager",
-    "merak": f"{_JOB} dp tp cp pp ep zero micro fp8 eager",
-    "alpa": f"{_JOB} recompute",
-    "hap": "model device seq batch micro",
-    "helix": "problem model",
-    "spindle": "problem device gpus",
-    "disttrain": "problem model device gpus seq",
-    "dynapipe": "problem model device",
-    "perseus": "problem model device seq",
-}
+METHODS = {
+    "aceso": Method(
+        aceso_report, f"{_JOB} {PLAN_FIELDS} fp8 eager", "any plan, by relieving its bottleneck"
+    ),
+    "oobleck": Method(
+        oobleck_report, f"{_JOB} tp micro recompute fp8 eager",
+        "pipelines of different sizes that use every node left after a failure",
+    ),
+    "merak": Method(
+        merak_report, f"{_JOB} dp tp cp pp ep zero micro fp8 eager",
+        "layers of each stage, and whether it recomputes",
+    ),
+    "alpa": Method(
+        auto_sharding.alpa_report, f"{_JOB} recompute", "a sharding per operator, stages on meshes"
+    ),
+    "hap": Method(
+        uneven_sharding.hap_report, "model device seq batch micro", "uneven shards on unequal GPUs"
+    ),
+    "crius": Method(
+        mixed_cluster.report, "seq batch json", "GPU type, number and stages of each of many jobs"
+    ),
+    "helix": Method(helix.helix_report, "problem model", "layers on unequal GPUs, for serving"),
+    "spindle": Method(
+        spindle.spindle_report, "problem device gpus", "waves of the operators of several tasks"
+    ),
+    "disttrain": Method(
+        pipeline_search.disttrain_report, "problem model device gpus seq",
+        "GPUs of each module of a multimodal model",
+    ),
+    "dynapipe": Method(
+        pipeline_search.dynapipe_report, "problem model device",
+        "micro-batches of sequences of unequal lengths",
+    ),
+    "perseus": Method(
+        perseus.perseus_report, "problem model device seq", "a clock for every pass of a pipeline"
+    ),
+}  # fmt: skip
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """A sub-command for each of METHODS, with the flags that it reads."""
+    methods = parser.add_subparsers(dest="method", required=True, metavar="METHOD")
+    for name, method in METHODS.items():
+        about = f"{method.finds[0].upper()}{method.finds[1:]}."
+        own = methods.add_parser(name, help=method.finds, description=about, allow_abbrev=False)
+        add_shared(own, method.flags)
+        if name == "oobleck":
+            own.add_argument("--failures", default="1", help="nodes that may fail at once (1)")
+        if name == "crius":
+            mixed_cluster.add_flags(own)
+        own.set_defaults(report=method.report)

@@ -21,8 +21,8 @@ tables. Needs: the standard library.
 
 from __future__ import annotations
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("run: python -m planner --serve")
+if __name__ == "__main__":
+    raise SystemExit("this is a part of the planner; run: python -m planner --help")
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple

@@ -1,6 +1,6 @@
 """Serving on n GPUs, predicted: time to the first token, time per token, tokens per dollar.
 
-    python -m planner --serve --prompt 2000 --output 500 --batch auto
+    python -m planner serve --prompt 2000 --output 500 --batch auto
 
     asked = Requests(prompt=2000, output=500)
     rank_layouts(shape, device, gpus=8, asked=asked)    # colocated replicas, best throughput first
@@ -19,8 +19,8 @@ that of an idle prefill). Needs: the standard library.
 
 from __future__ import annotations
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("run: python -m planner --serve")
+if __name__ == "__main__":
+    raise SystemExit("this is a part of the planner; run: python -m planner --help")
 
 import argparse
 import json
@@ -33,13 +33,12 @@ from itertools import product
 from planner.cost_model import (
     DEVICES, Device, Shape, load_cluster, parameters, parse_number, require, send_seconds,
 )  # fmt: skip
+from planner.flags import add_shared
 from planner.serving_cost import (
     BYTES, Layout, Step, Work, achieved, capacity, critical_batch, decode_work, kv_bytes_per_token,
     kv_shard, operators, prefill_work, ridge, step, weight_bytes,
 )  # fmt: skip
 from planner.training_plan import divisors
-
-READS = {"model", "device", "gpus", "batch", "tp", "pp", "ep", "top"}  # of the shared flags
 
 # --------------------------------------------------------------------------------------------------
 # A replica, and colocated or disaggregated pools of them
@@ -279,17 +278,17 @@ def dollars_per_million(gpus: int, price: float, tokens_per_second: float) -> fl
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """--serve, and what only it reads. It shares --model, --device, --gpus, --batch, --tp, --pp,
-    --ep, --top and --json."""
-    add = parser.add_argument_group("serving (serving_plan.py)").add_argument
-    add("--serve", action="store_true", help="predict serving; --batch: sequences per replica, "
-        "or auto, the default: as many as fit and keep --slo")
-    add("--prompt", default="2000", help="tokens of a prompt")
-    add("--output", default="500", help="tokens of an output, 2 or more")
-    add("--quantize", default="bf16", choices=BYTES, help="weights of the layers")
-    add("--kv-cache-dtype", default="bf16", choices=("bf16", "fp8", "int8"))
+    """The flags of `serve`."""
+    add_shared(parser, "model gpus device tp pp ep top json")
+    add = parser.add_argument
+    add("--batch", help="sequences per replica, or auto: as many as fit and keep --slo (auto)")
+    add("--prompt", default="2000", help="tokens of a prompt (2000)")
+    add("--output", default="500", help="tokens of an output, 2 or more (500)")
+    add("--quantize", default="bf16", choices=BYTES, help="weights of the layers (bf16)")
+    add("--kv-cache-dtype", default="bf16", choices=("bf16", "fp8", "int8"), help="(bf16)")
     add("--slo", help="seconds to the first token, and per further token", metavar="A:B")
     add("--gpu-hour", default="2.5", help="$ per GPU and hour; 2.5 is no quote", metavar="PRICE")
+    parser.set_defaults(report=report)
 
 
 def parse_positive(flag: str, text: str) -> float:

@@ -1,6 +1,6 @@
 """A simulator of serving: policies, replicas and routers on a trace, in seconds.
 
-    python -m planner.simulate TRACE --policies fcfs,fair,sjf --replicas 4 --plot out.png
+    python -m planner simulate trace TRACE --policies fcfs,fair,sjf --replicas 4 --plot out.png
 
 TRACE is a file or a description (traces.py). The replicas run the real Scheduler on a virtual clock
 (simulated_replica.py); they may be prefill and decode pools, have LoRA adapters, or lend each other
@@ -15,15 +15,14 @@ Engine too, in real time, and prints both.
 
 from __future__ import annotations
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("run: python -m planner.simulate --help")
+if __name__ == "__main__":
+    raise SystemExit("this is a part of the planner; run: python -m planner --help")
 
 import argparse
 import json
 import math
 import random
 import re
-import sys
 import time
 from array import array
 from collections import defaultdict
@@ -366,12 +365,10 @@ def calibrate(path: Path, engine: Any) -> str:
     return f"{path}: {text}, median error {error:.0%} over {len(sizes)} steps"
 
 
-def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """The program's arguments, and those that it does not know."""
-    parser = argparse.ArgumentParser(
-        prog="python -m planner.simulate", description=__doc__.split("\n")[0], allow_abbrev=False,
-        epilog="All other flags are generate.py's, for --engine and --calibrate.",
-    )  # fmt: skip
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `simulate trace`."""
+    parser.epilog = "All other flags are generate.py's, for --engine and --calibrate."
+    parser.set_defaults(report=report)
     add = parser.add_argument
     add("trace", nargs="?", help="a file, or a description (serving/traces.py)", metavar="TRACE")
     add("--policies", default="fcfs", help="NAME[:FIELD=VALUE,...],... (serving/policies.py)")
@@ -399,7 +396,6 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     add("--json", action="store_true")
     add("--calibrate", type=Path, help="measure an Engine here and write its cost", metavar="FILE")
     add("--engine", action="store_true", help="also run the trace on an Engine, in real time")
-    return parser.parse_known_args(argv)
 
 
 def step_cost(args: argparse.Namespace) -> tuple[StepCost, int]:
@@ -419,10 +415,10 @@ def step_cost(args: argparse.Namespace) -> tuple[StepCost, int]:
 MOST_BLOCKS, MOST_REPLICAS = 10**7, 9999  # the simulator's own memory
 
 
-def check_args(args: argparse.Namespace, engine_flags: list[str]) -> None:
+def check_args(args: argparse.Namespace) -> None:
     """ValueError names a wrong value or combination of flags."""
-    if engine_flags and not (args.engine or args.calibrate):
-        raise ValueError(f"{engine_flags[0]} is unknown, or requires --engine or --calibrate")
+    if args.engine_flags and not (args.engine or args.calibrate):
+        raise ValueError(f"{args.engine_flags[0]} is unknown, or requires --engine or --calibrate")
     if args.calibrate:
         return
     if args.plot is not None and not args.plot.absolute().parent.is_dir():
@@ -488,9 +484,10 @@ def make_replicas(
     return replicas, route, replicas
 
 
-def run(args: argparse.Namespace, engine_flags: list[str]) -> str:
+def run(args: argparse.Namespace) -> str:
     """All policies on one trace: the program's output."""
     cost, blocks = step_cost(args)
+    engine_flags = [*args.engine_flags]
     sizes = dict(
         max_num_batched_tokens=args.max_num_batched_tokens, max_num_seqs=args.max_num_seqs,
         block_size=args.block_size, kv_swap=args.kv_swap, prefix_cache=not args.no_prefix_cache,
@@ -519,21 +516,11 @@ def run(args: argparse.Namespace, engine_flags: list[str]) -> str:
     return json.dumps(results) if args.json else table(results)
 
 
-def main(argv: list[str] | None = None) -> int:
-    args, engine_flags = parse_args(argv)
-    try:
-        check_args(args, engine_flags)
-        if args.calibrate:
-            for name in ("max_num_seqs", "max_num_batched_tokens"):
-                engine_flags.append(f"--{name.replace('_', '-')}={getattr(args, name)}")
-            print(calibrate(args.calibrate, load_engine(engine_flags)))
-        else:
-            print(run(args, engine_flags))
-    except (OSError, ValueError) as e:
-        print(f"planner.simulate: error: {e}", file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def report(args: argparse.Namespace) -> str:
+    """The output of `simulate trace`. ValueError names a wrong flag."""
+    check_args(args)
+    if not args.calibrate:
+        return run(args)
+    sizes = ("max_num_seqs", "max_num_batched_tokens")
+    flags = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in sizes]
+    return calibrate(args.calibrate, load_engine([*args.engine_flags, *flags]))

@@ -1,10 +1,10 @@
 """Simulated replicas that are not alike, or not alone: prefill and decode pools, replicas with LoRA
 adapters, and replicas that lend each other memory.
 
-    python -m planner.simulate TRACE --pools 1:1                 against --replicas 2
-    python -m planner.simulate TRACE --pools 2:2:flip            against --pools 2:2
-    python -m planner.simulate TRACE --adapters 8,64             against --adapters 8,64:wait
-    python -m planner.simulate TRACE --replicas 2 --kv-swap --lend
+    python -m planner simulate trace TRACE --pools 1:1                 against --replicas 2
+    python -m planner simulate trace TRACE --pools 2:2:flip            against --pools 2:2
+    python -m planner simulate trace TRACE --adapters 8,64             against --adapters 8,64:wait
+    python -m planner simulate trace TRACE --replicas 2 --kv-swap --lend
 
 Pools (DistServe, arXiv:2401.09670; TetriInfer, arXiv:2401.11181). A prompt runs to its first token
     on a prefill replica; its KV, n_prompt x bytes per token, is sent to a decode replica at
@@ -33,7 +33,7 @@ policies.py.
 from __future__ import annotations
 
 if __name__ == "__main__":
-    raise SystemExit("this is a part of the simulator; run: python -m planner.simulate --help")
+    raise SystemExit("this is a part of the planner; run: python -m planner --help")
 
 import heapq
 import math

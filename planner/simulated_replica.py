@@ -15,7 +15,7 @@ the same cost; many steps at once == one by one. Needs: paged_kv.py, serving/tra
 from __future__ import annotations
 
 if __name__ == "__main__":
-    raise SystemExit("this is a part of the simulator; run: python -m planner.simulate --help")
+    raise SystemExit("this is a part of the planner; run: python -m planner --help")
 
 import bisect
 import heapq

@@ -8,7 +8,7 @@ library; IntegerProgram.minimize: scipy (HiGHS) and numpy, imported when it is c
 from __future__ import annotations
 
 if __name__ == "__main__":
-    raise SystemExit("this is a part of the planner; run: python -m planner --search")
+    raise SystemExit("this is a part of the planner; run: python -m planner --help")
 
 import math
 from collections import defaultdict
@@ -98,7 +98,7 @@ class IntegerProgram:
             from scipy.optimize import Bounds, LinearConstraint, milp
             from scipy.sparse import coo_array
         except ImportError:
-            text = "--search alpa, hap and helix require scipy; run: pip install scipy"
+            text = "search alpa, hap and helix require scipy; run: pip install scipy"
             raise ValueError(text) from None
         entries = [(i, j, c) for i, row in enumerate(self.rows) for j, c in row]
         at, columns, values = zip(*entries)

@@ -1,6 +1,6 @@
 """Spindle: waves of the operators of several tasks, with devices by their scaling curves.
 
-    python -m planner --search spindle --gpus 16
+    python -m planner search spindle --gpus 16
 
 A multi-task model has tasks of different sizes, and small ones do not scale to all devices. Waves
 run some of them side by side (arXiv:2409.03365); a heuristic beside a lower bound.
@@ -14,7 +14,7 @@ library.
 from __future__ import annotations
 
 if __name__ == "__main__":
-    raise SystemExit("run: python -m planner --search spindle")
+    raise SystemExit("this is a part of the planner; run: python -m planner --help")
 
 import argparse
 import itertools
@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from planner.cost_model import Device, load_device, parse_number, require
-from planner.problem import block, is_count, is_positive, passes, read_problem
+from planner.flags import is_count, is_positive, read_problem
 from planner.solvers import lower_hull
-from planner.training_plan import Plan, divisors
+from planner.training_plan import block, passes, Plan, divisors
 
 
 @dataclass(frozen=True)
@@ -192,6 +192,3 @@ def spindle_report(args: argparse.Namespace) -> str:
         text = ", ".join(f"{name} {count} on {n}" for name, (n, count) in runs.items())
         lines.append(f"{seconds * 1e3:>9.2f}{used:>6}  {text}")
     return "\n".join(lines)
-
-
-METHODS = {"spindle": spindle_report}

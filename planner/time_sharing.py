@@ -19,8 +19,8 @@ Used by no hook. Needs: nothing.
 
 from __future__ import annotations
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("run: python -m planner.colocation")
+if __name__ == "__main__":
+    raise SystemExit("this is a part of the planner; run: python -m planner --help")
 
 import heapq
 import random

@@ -30,8 +30,8 @@ standard library.
 
 from __future__ import annotations
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("run: python -m planner")
+if __name__ == "__main__":
+    raise SystemExit("this is a part of the planner; run: python -m planner --help")
 
 import math
 import shlex
@@ -178,8 +178,8 @@ def parse_batch(args: Namespace) -> tuple[int, int]:
 
 def fixed_fields(args: Namespace) -> dict[str, Any]:
     """The fields of Plan that flags fix."""
-    names = (*SIZES, "recompute", "schedule")
-    fixed = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    given = {name: vars(args).get(name) for name in (*SIZES, "recompute", "schedule")}
+    fixed = {name: value for name, value in given.items() if value is not None}
     for name in SIZES:
         require(fixed.get(name, 1) > 0, f"--{name} must be positive, not {fixed.get(name)}")
     return fixed | {"fp8": args.fp8, "compiled": not args.eager}
@@ -467,6 +467,17 @@ def layer_seconds(shape: Shape, device: Device, seq: int, plan: Plan) -> dict[st
         # dispatch and combine
         "expert parallel": (ep_transfer, ep_transfer, recomputes * ep_transfer),
     }
+
+
+def block(layers: int, dim: int, heads: int) -> Shape:
+    """Layers in GPT's form, without embedding and head."""
+    return Shape(layers, dim, heads, heads, dim // heads, 4 * dim, 0, gpt=True)
+
+
+def passes(shape: Shape, device: Device, seq: int, plan: Plan = Plan()) -> tuple[float, float]:
+    """Seconds of a layer's (forward, backward and recomputation) for a micro-batch."""
+    forward, backward, again = zip(*layer_seconds(shape, device, seq, plan).values())
+    return sum(forward), sum(backward) + sum(again)
 
 
 def head_seconds(shape: Shape, device: Device, tokens: float) -> float:

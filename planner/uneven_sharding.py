@@ -1,6 +1,6 @@
 """HAP: uneven shards of every operator on heterogeneous GPUs.
 
-    python -m planner --search hap --device h100:4,a100-80gb:4
+    python -m planner search hap --device h100:4,a100-80gb:4
 
 On heterogeneous GPUs equal shards wait for the slowest one. HAP (arXiv:2401.05965) gives each GPU
 one share of all sharded operators, by a linear program for given letters (auto_sharding.py), and
@@ -17,7 +17,7 @@ with enumeration. Needs: scipy (HiGHS) and numpy, imported when they are used.
 from __future__ import annotations
 
 if __name__ == "__main__":
-    raise SystemExit("this is a part of the planner; run: python -m planner --search")
+    raise SystemExit("this is a part of the planner; run: python -m planner --help")
 
 import argparse
 import math
@@ -212,7 +212,7 @@ def parse_cluster(text: str) -> list[str]:
         require(ok, f"--device {part} is not DEVICE:COUNT, such as h100:4,a100-80gb:4")
         counts[name] = counts.get(name, 0) + n
     n = sum(counts.values())
-    require(2 <= n <= 256, f"--search hap: --device {text} is {n} GPUs; use 2 to 256, as in h100:4")
+    require(2 <= n <= 256, f"search hap: --device {text} is {n} GPUs; use 2 to 256, as in h100:4")
     return [name for name, n in counts.items() for _ in range(n)]
 
 
@@ -237,6 +237,3 @@ def hap_report(args: argparse.Namespace) -> str:
         "sharded: " + " ".join(f"{name}:{x}" for name, x in letters),
         "train.py: has equal shards only",
     ))  # fmt: skip
-
-
-METHODS = {"hap": hap_report}

@@ -16,7 +16,7 @@ the prompt (subsets of the input, as MOSEL's modalities); then smaller checkpoin
 from __future__ import annotations
 
 if __name__ == "__main__":
-    raise SystemExit("this is a part of planner/variants.py; run: python -m planner.variants")
+    raise SystemExit("this is a part of the planner; run: python -m planner --help")
 
 import itertools
 import math
@@ -371,7 +371,7 @@ def calibrate(folders: Sequence[Path], n: int = 1024, rounds: int = 20) -> dict[
         row = {"name": name, "accuracy": round(accuracy, 4), "loss": round(loss, 4)}
         rows.append(row | {"latency": latency})
     return {
-        "command": "python -m planner.variants --calibrate",
+        "command": "python -m planner simulate variants --calibrate",
         "date": str(date.today()),
         "device": device_name(device),
         "checkpoints": [folder.name for folder in folders],

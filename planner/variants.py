@@ -1,7 +1,7 @@
 """Choosing among variants of a model: which variant serves the next batch, and how large is it?
 
-    python -m planner.variants [--workers N] [--slo-ms MS] [--seed N] [--table FILE.json]
-    python -m planner.variants --calibrate [--checkpoint DIR ...] [--table FILE.json]
+    python -m planner simulate variants [--workers N] [--slo-ms MS] [--seed N] [--table FILE.json]
+    python -m planner simulate variants --calibrate [--checkpoint DIR ...] [--table FILE.json]
 
 Quantization, fewer layers, a shorter prompt or a smaller model each give a faster variant that is
 wrong more often. Under bursts a fixed variant is either too slow or needlessly inaccurate. Policies
@@ -34,8 +34,8 @@ deadlines than slackfit, shepherd and best-effort. Switching variants is free he
 
 from __future__ import annotations
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("run: python -m planner.variants --help")
+if __name__ == "__main__":
+    raise SystemExit("this is a part of the planner; run: python -m planner --help")
 
 import argparse
 import itertools
@@ -423,45 +423,49 @@ def compare(
     return results
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """The command line: two tables, or --calibrate."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--table", type=Path, default=TABLE)
-    parser.add_argument("--calibrate", action="store_true", help="measure --table")
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `simulate variants`."""
+    add = parser.add_argument
+    add("--table", type=Path, default=TABLE, help="latencies and accuracies (variants.json)")
+    add("--calibrate", action="store_true", help="measure the variants and write --table")
     shipped = [TABLE.parents[1] / "checkpoints" / name for name in ("small", "draft", "moe")]
-    parser.add_argument("--checkpoint", type=Path, nargs="+", default=shipped)
-    parser.add_argument("--workers", type=int, default=2)
-    default_slo = "default: 5 batches of 1, most accurate variant"
-    parser.add_argument("--slo-ms", type=float, help=default_slo)
-    parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(argv)
-    try:
-        check_positive(args, "workers", "requests", "slo_ms")
-        if args.calibrate:
-            if not args.table.parent.is_dir():
-                raise ValueError(f"--table {args.table}: there is no folder {args.table.parent}")
-            table = calibrate(args.checkpoint)
-            args.table.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
-            return print(f"{args.table}: {len(table['variants'])} variants")
-        singles, teams, origin = read_table(args.table)
-    except (OSError, ValueError) as e:
-        parser.exit(1, f"error: {e}\n")
+    add("--checkpoint", type=Path, nargs="+", default=shipped, help="folders to measure")
+    add("--workers", type=int, default=2, help="(2)")
+    add("--slo-ms", type=float, help="default: 5 batches of 1, most accurate variant")
+    add("--requests", type=int, default=2000, help="(2000)")
+    add("--seed", type=int, default=0, help="(0)")
+    parser.set_defaults(report=report)
+
+
+def report(args: argparse.Namespace) -> str:
+    """The output of `simulate variants`: two tables, or with --calibrate what was written."""
+    check_positive(args, "workers", "requests", "slo_ms")
+    if args.calibrate:
+        if not args.table.parent.is_dir():
+            raise ValueError(f"--table {args.table}: there is no folder {args.table.parent}")
+        measured = calibrate(args.checkpoint)
+        args.table.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
+        return f"{args.table}: {len(measured['variants'])} variants"
+    singles, teams, origin = read_table(args.table)
     best = max(singles, key=lambda v: v.accuracy)
     slo = args.slo_ms / 1000 if args.slo_ms else 5 * best.latency[1]
     floor = statistics.median(v.accuracy for v in singles)
-    print(f"{args.table.name}: {origin}\n{args.workers} workers, {args.requests} queries, SLO "
-          f"{slo * 1000:.0f} ms; accuracy floor (infaas, mosel, cocktail) {floor:.3f}")  # fmt: skip
+    lines = [
+        f"{args.table.name}: {origin}",
+        f"{args.workers} workers, {args.requests} queries, SLO {slo * 1000:.0f} ms; accuracy floor "
+        f"(infaas, mosel, cocktail) {floor:.3f}",
+    ]
     for title, load, cv in (("bursts", 2.5, 4.0), ("low, even load", 0.3, 0.0)):
         rate = load * args.workers / best.latency[1]
         traces = [trace(args.requests, rate, cv, slo, args.seed + i) for i in range(21)]
         results = compare(singles, teams, traces[0], floor, rate, slo, args.workers, traces[1:])
-        print(f"\n{title}: {rate:.1f} queries/s, {load:.0%} of {best.name}'s, arrival cv {cv:g}\n"
-              f"{'':16} in time  +floor accuracy quality    cost  rented    lost")  # fmt: skip
+        lines += [
+            f"\n{title}: {rate:.1f} queries/s, {load:.0%} of {best.name}'s, arrival cv {cv:g}",
+            f"{'':16} in time  +floor accuracy quality    cost  rented    lost",
+        ]
         for name, r in results.items():
-            print(f"{name:16} {r.in_time:7.1%} {r.attainment:7.1%} {r.accuracy:8.4f} "
-                  f"{r.quality:7.4f} {r.cost:7.1f} {r.rented:7.1f} {r.lost:7.1f}")  # fmt: skip
-
-
-if __name__ == "__main__":
-    main()
+            lines.append(
+                f"{name:16} {r.in_time:7.1%} {r.attainment:7.1%} {r.accuracy:8.4f} "
+                f"{r.quality:7.4f} {r.cost:7.1f} {r.rented:7.1f} {r.lost:7.1f}"
+            )
+    return "\n".join(lines)
