@@ -138,7 +138,7 @@ from planner import scaling_laws
 from parallelism import schedules as SC
 from planner import search, serving_cost as SCOST, serving_plan as SPLAN
 from parallelism import sharded_attention as SA
-from planner import solvers, spindle, training_plan, uneven_sharding
+from planner import solvers, spindle, training_plan, training_report, uneven_sharding
 from parallelism import zero
 from quantization import gemm as X, sparse as Z
 from generation import adapters as AD
@@ -31865,7 +31865,7 @@ def test_planner_prints_the_fastest_plan_that_train_can_run():
         training_plan.predict(PLANNER_8B, PLANNER_H100, plan, 8192, 64)
         for plan in (training_plan.Plan(dp=8), training_plan.Plan(dp=4, tp=2, fp8=True))
     )
-    out = planner.commands("llama3-8b", PLANNER_8B, PLANNER_H100, [fast, slow], 8192, 64)
+    out = training_report.commands("llama3-8b", PLANNER_8B, PLANNER_H100, [fast, slow], 8192, 64)
     why, which, command = out.split("\n")
     assert why == "train.py cannot run the best plan: --fp8 cannot be combined with --tp"
     assert which == f"its fastest is {slow.plan}, {slow.step:.2f} s/step"
