@@ -499,7 +499,7 @@ def check_values(args: GenerateConfig) -> None:
         raise ValueError("--device is empty; give cpu, cuda or cuda:N")
     if not re.fullmatch(r"(\*|https?://[^/\s]+)?", args.cors_origin):
         raise ValueError(
-            f"--set cors_origin must be * or an origin such as https://example.org, without a path, "
+            "--set cors_origin must be * or an origin such as https://example.org, without a path, "
             f"not {args.cors_origin!r}"
         )
     k = args.speculate_k

@@ -230,8 +230,8 @@ class Speculator:
     each has its own positions; a step runs the last token and the drafts of every row, and cache
     entries of rejected drafts are overwritten when their positions are used again.
 
-    new_policy: makes a policy of speculation_length.py; lookahead_slots: cache slots at the end that only
-    drafts use; compile_fn: compiles or captures a function of tensors with static shapes;
+    new_policy: makes a policy of speculation_length.py; lookahead_slots: cache slots at the end
+    that only drafts use; compile_fn: compiles or captures a function of static shapes;
     draft_ahead: the DraftModel drafts on before the drafts of the only row are verified."""
 
     def __init__(

@@ -81,7 +81,7 @@ PROCESSORS = {
 
 
 def tile_efficiency(M: int, N: int, block_m: int, block_n: int) -> float:
-    """Part of the tiles' area that is in the result: tile quantization (NVIDIA, matmul guide, 3.1)."""
+    """Share of the tiles' area that is in the result (NVIDIA, matmul guide, 3.1)."""
     return M * N / (math.ceil(M / block_m) * block_m * math.ceil(N / block_n) * block_n)
 
 

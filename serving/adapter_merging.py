@@ -1,8 +1,8 @@
 """Merge the LoRA adapter that most rows of a batch have, while that pays (dLoRA, OSDI 2024, 4.1).
 
 A row with an adapter costs rank (C + F) operations per linear. With adapter m merged, its own rows
-cost none, and all others rank_m (C + F) more: generation/adapters.py subtracts m from them. A switch
-costs a matmul per linear, rank F C, that of `switch_rows` rows. In every step each candidate (an
+cost none, and all others rank_m (C + F) more: generation/adapters.py subtracts m from them. A
+switch costs a matmul per linear, rank F C, that of `switch_rows` rows. In every step each candidate (an
 adapter with rows, or none) gets credit for what it would have saved, at least 0 in total. One whose
 credit pays for two switches is merged: hysteresis, so that short runs do not alternate.
 

@@ -5,8 +5,8 @@
     python -m serving.cluster --disaggregate 1:2                  # 1 runs prompts, 2 decode
     further flags: those of generate.py --serve
 
-The HTTP server is serving/server.py in this process, its engine a ReplicatedEngine (replicated_engine.py):
-a stream survives the death of its replica. Each of N replicas has 1/N of this machine's CPUs, or a
+The HTTP server is serving/server.py in this process, its engine a ReplicatedEngine
+(replicated_engine.py): a stream survives the death of its replica. Each of N replicas has 1/N of this machine's CPUs, or a
 GPU; one that dies is started again, and --backend mp kills one that gives no sign of life for a
 minute. With MIN:MAX, Ray Serve adds replicas while they have more than 16 calls each, and removes
 some while they have fewer.
@@ -20,8 +20,8 @@ password between replicas: the ports of --tp, --disaggregate and Ray are on loop
 arrives there is unpickled, so every user of this machine must be trusted.
 
 When it loses: Ray costs about a millisecond per event. Equivalence (test_all.py): 50 streams over 2
-replicas, which are killed with -9 at random moments, == the undisturbed run. Needs: replicated_engine.py,
-routing.py; for Ray: pip install "ray[serve]==2.60.0".
+replicas, which are killed with -9 at random moments, == the undisturbed run. Needs:
+replicated_engine.py, routing.py; for Ray: pip install "ray[serve]==2.60.0".
 """
 
 from __future__ import annotations
