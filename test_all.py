@@ -9532,7 +9532,9 @@ def test_files_end_at_ctrl_c_while_they_import(program, tmp_path):
         assert process.communicate() == ("", "") and process.returncode == -signal.SIGINT
 
 
-@pytest.mark.parametrize("command", ["train.py --dry-run 1 --model draft", "-m planner train --gpus 8"])
+@pytest.mark.parametrize(
+    "command", ["train.py --dry-run 1 --model draft", "-m planner train --gpus 8"]
+)
 def test_files_end_silently_when_their_output_is_closed(command):
     """Nobody reads what a program prints, as behind `head`: no error, no traceback."""
     reader, writer = os.pipe()
@@ -24020,7 +24022,7 @@ LORA_SELECTIONS = [  # changes of adapter_config.json, the end of tensors to lea
     ({"target_modules": ".*", "layers_to_transform": [0, 1]}, "", "layers_to_transform needs"),
     ({"target_modules": Q_AND_DOWN, "init_lora_weights": False}, "", ""),
     *(
-        ({"init_lora_weights": False} | targets, without, "init_lora_weights .*PEFT gives it random")
+        ({"init_lora_weights": False} | targets, without, "init_lora_weights .*PEFT .*random")
         for targets, without in (
             ({}, "1.mlp.down_proj"), ({"target_modules": Q_AND_DOWN}, "0.self_attn.q_proj"),
             ({"target_modules": ".*"}, ""), ({"target_modules": "all-linear"}, ""),
@@ -24033,7 +24035,7 @@ LORA_SELECTIONS = [  # changes of adapter_config.json, the end of tensors to lea
 @pytest.mark.parametrize("changes, without, words", LORA_SELECTIONS)
 def test_lora_selected_modules_are_pefts(peft_adapter, tmp_path, changes, without, words):
     """A regular expression selects the modules that PEFT gives adapters. A module with tensors that
-    PEFT would leave out is refused; one without has PEFT's logits, or random ones and is refused."""
+    PEFT would leave out is refused; one without has PEFT's logits, or random ones: refused."""
     folder = peft_adapter[1]("selection")
     tensors = load_file(folder / LO.WEIGHTS)
     kept = {k: x for k, x in tensors.items() if not without or f"{without}." not in k}

@@ -59,30 +59,61 @@ for folder in "huggingface generation serving quantization training parallelism"
     if spec.submodule_search_locations[0] != str(ROOT / folder):
         sys.exit(f"train.py: error: {spec.origin} shadows {folder}/; uninstall that package")
 
-from training.dist_env import DistEnv, all_ranks_reach, init_distributed, rank0_first
-from training.dist_env import same_on_all_ranks
-from training.parallelize import ParallelDims
 from training.build import build_model, build_optimizer, compile_model, meta_model, model_config
 from training.callbacks import (
-    Callback, Callbacks, DiLoCoWorker, MemoryCheckpoints, OffloadFolder, Profiler, RankMonitor,
+    Callback,
+    Callbacks,
+    DiLoCoWorker,
+    MemoryCheckpoints,
+    OffloadFolder,
+    Profiler,
+    RankMonitor,
 )  # fmt: skip
 from training.checkpoint import Checkpoints, list_steps
 from training.config import TrainConfig, check_experts, parse_args
 from training.dataset import build_dataset
+from training.dist_env import (
+    DistEnv,
+    all_ranks_reach,
+    init_distributed,
+    rank0_first,
+    same_on_all_ranks,
+)
 from training.draft_head import build_draft_head, save_draft_head
 from training.flags import out_of_memory
 from training.lora_jobs import build_job_datasets
-from training.metrics import Metrics, PeakMemory, Throughput, log, plot, progress_bar, show_row
-from training.metrics import summary, summary_writer
+from training.metrics import (
+    Metrics,
+    PeakMemory,
+    Throughput,
+    log,
+    plot,
+    progress_bar,
+    show_row,
+    summary,
+    summary_writer,
+)
 from training.objectives import build_objective
 from training.optimizers import LossScaler, learning_rate
+from training.parallelize import ParallelDims
 from training.recovery import Diverged, Guard, stop_on_signals
 from training.replica_groups import ReplicaGroup
-from training.run_folder import INPUTS, check_apart, check_new_folder, check_output_dir, copy_files
-from training.run_folder import input_hash, make_folder, read_inputs, record_inputs, starting
-from training.run_folder import verify_init, verify_input
-from training.state import CHECKPOINTS, TrainState, export, needs_init
-from training.state import restore_settings, saved_run
+from training.run_folder import (
+    INPUTS,
+    check_apart,
+    check_new_folder,
+    check_output_dir,
+    copy_files,
+    init_sample,
+    input_hash,
+    make_folder,
+    read_inputs,
+    record_inputs,
+    starting,
+    verify_init,
+    verify_input,
+)
+from training.state import CHECKPOINTS, TrainState, export, needs_init, restore_settings, saved_run
 from training.step import LoadBalancer, clip_gradients, forward_backward, make_attend
 from training.writer_lock import writer_lock
 
@@ -113,7 +144,7 @@ class Trainer:
         # meshes; checks sizes
         self.layout = ParallelDims(config, model_cfg, self.env.world, self.env.device.type)
         rank0_first(self.env, lambda: prepare_output(config, out, start))
-        same_on_all_ranks(self.env, lambda: common_files(config, self.env.rank))
+        same_on_all_ranks(self.env, lambda: common_files(config))
         prepare_data = build_job_datasets if config.lora_jobs else build_dataset
         self.dataset = prepare_data(config, model_cfg, self.env)
         memory = PeakMemory(self.env.device)
@@ -363,11 +394,11 @@ def common_inputs(config: TrainConfig) -> dict[str, Any]:
     return {**config.common_settings(), "the model's config.json": model_cfg, **reward}
 
 
-def common_files(config: TrainConfig, rank: int) -> dict[str, Any]:
-    """OUT's inputs.json and the weights of --init, of which rank 0 has made that file."""
+def common_files(config: TrainConfig) -> dict[str, Any]:
+    """OUT's inputs.json and what identifies the weights of --init."""
     inputs, files = read_inputs(config.out), {}
     if "init" in inputs and config.init and (not config.resume or needs_init(config)):
-        files["the content of --init"] = inputs["init"] if rank == 0 else input_hash(config, "init")
+        files["the content of --init"] = init_sample(config)
     return {f"{INPUTS} in --out": inputs, **files}
 
 

@@ -2,9 +2,9 @@
 
 A row with an adapter costs rank (C + F) operations per linear. With adapter m merged, its own rows
 cost none, and all others rank_m (C + F) more: generation/adapters.py subtracts m from them. A
-switch costs a matmul per linear, rank F C, that of `switch_rows` rows. In every step each candidate (an
-adapter with rows, or none) gets credit for what it would have saved, at least 0 in total. One whose
-credit pays for two switches is merged: hysteresis, so that short runs do not alternate.
+switch costs a matmul per linear, rank F C, that of `switch_rows` rows. In every step each candidate
+(an adapter with rows, or none) gets credit for what it would have saved, at least 0 in total. One
+whose credit pays for two switches is merged: hysteresis, so that short runs do not alternate.
 
 Cost: a copy of the merged layers' weights, so that any number of switches leaves them bitwise as
 they were; a pause of one matmul per weight. When it loses: no adapter dominates (then it never

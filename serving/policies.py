@@ -3,7 +3,8 @@
 A policy gives each sequence a sort key; the Scheduler admits the smallest first and preempts the
 largest first. Its optional methods see the start of each step and the end of each sequence, and
 limit the tokens of a step, reserve blocks, or choose which cached block is evicted (see Scheduler).
-`--policy NAME[:FIELD=VALUE,...]` uses one in --batch, --bench-serving and --serve, and `python -m planner simulate trace` compares them on a trace in seconds.
+`--policy NAME[:FIELD=VALUE,...]` uses one in --batch, --bench-serving and --serve, and
+`python -m planner simulate trace` compares them on a trace in seconds.
 
     fcfs              first come first served, by priority (paged_kv.fcfs)
     longest-prefix    RadixAttention: the longest cached prefix first

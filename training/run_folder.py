@@ -212,7 +212,7 @@ def input_hash(config: TrainConfig, name: str) -> Any:
     if value is None or (name == "model" and (config.init or value in CONFIGS)):
         return value
     if name == "init":
-        return _model_hash(Path(value))
+        return folder_hash((file.name, file) for file in _model_files(Path(value)))
     path, function = Path(value), ""
     if name == "reward":  # FILE.py:FUNCTION, or the name of a reward
         file, _, function = value.rpartition(":")
@@ -224,12 +224,26 @@ def input_hash(config: TrainConfig, name: str) -> Any:
     return [file_hash(path), function]
 
 
-def _model_hash(folder: Path) -> str:
-    """A hash of the config.json and weights of --init. ValueError if there is no such folder."""
+def _model_files(folder: Path) -> list[Path]:
+    """The config.json and weights of --init. ValueError if there is no such folder."""
     if not folder.is_dir():
         raise ValueError(f"--init {folder}: no such folder")
     weights = [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]
-    return folder_hash((file.name, file) for file in sorted([folder / "config.json", *weights]))
+    return sorted([folder / "config.json", *weights])
+
+
+def init_sample(config: TrainConfig) -> str:
+    """A hash of the names, sizes and first and last MiB of the files of --init: what every rank can
+    read of a large model to see that it has the same. inputs.json has the hash of the whole."""
+    found = hashlib.sha256()
+    for path in _model_files(Path(config.init)):
+        with open(path, "rb") as f:
+            size = f.seek(0, os.SEEK_END)
+            found.update(f"{path.name}\n{size}\n".encode("utf-8", "surrogateescape"))
+            for start in (0, max(0, size - 2**20)):
+                f.seek(start)
+                found.update(f.read(2**20))
+    return found.hexdigest()[:16]
 
 
 def adapter_hash(folder: str | None) -> str | None:
