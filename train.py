@@ -60,59 +60,26 @@ for folder in "huggingface generation serving quantization training parallelism"
         sys.exit(f"train.py: error: {spec.origin} shadows {folder}/; uninstall that package")
 
 from training.build import build_model, build_optimizer, compile_model, meta_model, model_config
-from training.callbacks import (
-    Callback,
-    Callbacks,
-    DiLoCoWorker,
-    MemoryCheckpoints,
-    OffloadFolder,
-    Profiler,
-    RankMonitor,
-)  # fmt: skip
+from training.callbacks import Callback, Callbacks, DiLoCoWorker, MemoryCheckpoints, OffloadFolder
+from training.callbacks import Profiler, RankMonitor
 from training.checkpoint import Checkpoints, list_steps
 from training.config import TrainConfig, check_experts, parse_args
 from training.dataset import build_dataset
-from training.dist_env import (
-    DistEnv,
-    all_ranks_reach,
-    init_distributed,
-    rank0_first,
-    same_on_all_ranks,
-)
+from training.dist_env import DistEnv, all_ranks_reach, init_distributed, rank0_first
+from training.dist_env import same_on_all_ranks
 from training.draft_head import build_draft_head, save_draft_head
 from training.flags import out_of_memory
 from training.lora_jobs import build_job_datasets
-from training.metrics import (
-    Metrics,
-    PeakMemory,
-    Throughput,
-    log,
-    plot,
-    progress_bar,
-    show_row,
-    summary,
-    summary_writer,
-)
+from training.metrics import Metrics, PeakMemory, Throughput, log, plot, progress_bar, show_row
+from training.metrics import summary, summary_writer
 from training.objectives import build_objective
 from training.optimizers import LossScaler, learning_rate
 from training.parallelize import ParallelDims
 from training.recovery import Diverged, Guard, stop_on_signals
 from training.replica_groups import ReplicaGroup
-from training.run_folder import (
-    INPUTS,
-    check_apart,
-    check_new_folder,
-    check_output_dir,
-    copy_files,
-    init_sample,
-    input_hash,
-    make_folder,
-    read_inputs,
-    record_inputs,
-    starting,
-    verify_init,
-    verify_input,
-)
+from training.run_folder import INPUTS, check_apart, check_new_folder, check_output_dir, copy_files
+from training.run_folder import init_sample, input_hash, make_folder, read_inputs, record_inputs
+from training.run_folder import starting, verify_init, verify_input
 from training.state import CHECKPOINTS, TrainState, export, needs_init, restore_settings, saved_run
 from training.step import LoadBalancer, clip_gradients, forward_backward, make_attend
 from training.writer_lock import writer_lock
