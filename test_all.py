@@ -17,7 +17,7 @@ their own. All models are tiny random ones or the shipped checkpoints.
     programs                                        serving/programs.py, values.py
     calibrate sparse gemm gguf                               quantization/
     data optimizers offload recompute chunked_loss lora token_windows          training/
-    alignment tuning                                                           training/
+    alignment tuning (dpo.py, grpo.py)                                         training/
     cp kv_parallel ep async_tp zero pipeline schedules planner search    parallelism/
     solvers helix spindle perseus pipeline_search                        parallelism/
     generate train draft_head attention_in                   the programs
@@ -198,13 +198,14 @@ from serving import traces as TR, unacked as UNACKED
 from planner import variant_simulator as VS, variants as VA
 from serving import vattention as VM
 from serving import virtual_memory as MEM
-from training import alignment as AL, build as BUILD, callbacks as CB, chats as TRAIN_CHATS
+from training import build as BUILD, callbacks as CB, chats as TRAIN_CHATS
 from training import checkpoint as CK, chunked_loss as CL, config as TCONF, data as DA
-from training import dataset as TX, draft_head as DH, lora as LO, lora_jobs as LJ, metrics as MT
+from training import dataset as TX, dpo as DPO, draft_head as DH, grpo as GRPO, lora as LO
+from training import lora_jobs as LJ, metrics as MT
 from training import offload as OF, optimizers as OP, python_text as PT, recompute as RC
 from training import recovery as RE, shards as SHARDS, state as SD, step as STEP
 from serving import token_windows as TW
-from training import lr_sweep as TRIALS, tuning as TU, watchdog as WD
+from training import lr_sweep as TRIALS, watchdog as WD
 from training import run_folder as RF, writer_lock as WL
 
 import torch._dynamo  # torch would import it lazily: here once, before any fork
@@ -9268,7 +9269,7 @@ ALONE_SLOW = [
     ("moe", "", "interpreted", r"\A.*\n\Z"),
     ("chunked_loss recompute watchdog", "", "installed", ""),
     # the tables of these take minutes
-    ("alignment lora offload optimizers token_windows", "check()", "installed", ""),
+    ("lora offload optimizers token_windows", "check()", "installed", ""),
     ("gemm sparse", "", "missing", TABLE),
     ("attention", "", "installed interpreted", ERROR_AND_TIMES),
     ("paged_kv", "", " ".join(TRITON_MODES), r"KIND( kernel)? == the reference[\s\S]*gather all"),
@@ -21840,7 +21841,7 @@ def test_data_preference_pairs_are_two_rows():
     """Chosen first; the assistant's turns of completions are targets, with what ends them; strings
     or messages, and messages may repeat the prompt's; truncated at the end of the row."""
     pairs = [DA.Preference("hi", "yes", "no"), DA.Preference(DATA_CHAT[:3], DATA_CHAT[:4], "41")]
-    rows = lambda pairs, T: TRAIN_CHATS.preference_rows(pairs, data_chatml, data_letters, T)
+    rows = lambda pairs, T: DPO.preference_rows(pairs, data_chatml, data_letters, T)
     chats, begin = rows(pairs, 80), "<user>hi</>\n<assistant>"
     longer = data_chatml(DATA_CHAT[:3], True)
     assert data_read(chats) == [
@@ -21889,7 +21890,7 @@ def test_data_chats_are_encoded_and_masked_as_by_transformers(text_folders, tmp_
             mask[i] |= mask[i - 1] & (last[0] == span[0])  # all tokens of a turn's last character
         assert (values >= 0).int().tolist() == mask
         pair = DA.Preference(chat[:3], chat[3]["content"], "né")
-        rows = TRAIN_CHATS.preference_rows([pair], render, tokenizer, 200)
+        rows = DPO.preference_rows([pair], render, tokenizer, 200)
         for row, reply in zip(rows, (chat[3]["content"], "né"), strict=True):
             whole = reference.apply_chat_template(
                 [*chat[:3], message("assistant", reply)], chat_template=template, return_dict=True
@@ -22089,10 +22090,10 @@ def test_data_tools_and_weights_of_conversations(tmp_path, text_folders):
     assert said == '{"name": "sum", "arguments": {"of": [1, 2]}}</>3!</>'
     prompt = {"prompt": chat[:1], "answer": "3", "tools": tools}
     path.write_text(json.dumps(prompt))
-    text = TRAIN_CHATS.prompt_text(DA.read_prompts(path)[0], render)
+    text = GRPO.prompt_text(DA.read_prompts(path)[0], render)
     assert text == json.dumps(tools) + "<user>hi</><assistant>"
     path.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c", "tools": tools}))
-    pair = TRAIN_CHATS.preference_rows(DA.read_preferences(path), render, tokenizer, 400)
+    pair = DPO.preference_rows(DA.read_preferences(path), render, tokenizer, 400)
     ids = torch.where(pair < 0, ~pair, pair) % DA.START
     assert all(tokenizer.decode(row.tolist()).startswith(json.dumps(tools)) for row in ids)
 
@@ -22143,7 +22144,7 @@ def test_data_fields_of_lines_have_an_effect_or_are_refused(tmp_path, task):
         path.write_text(json.dumps(line))
         items = read(path)
         if task == "grpo":
-            return [(TRAIN_CHATS.prompt_text(item, render), item.answer) for item in items]
+            return [(GRPO.prompt_text(item, render), item.answer) for item in items]
         return [item._replace(where="") for item in items]
 
     want, silent = made(line), {*DA.METADATA, "refusal", "annotations", "audio", "parsed"}
@@ -22183,7 +22184,7 @@ def test_data_mutated_lines_are_accepted_or_refused_by_name(tmp_path, task):
     rng, path, outcomes = random.Random(task), tmp_path / "x.jsonl", Counter()
     (read, line), made = JSONL_READERS[task], {}
     made["sft"] = lambda items: TRAIN_CHATS.chat_rows(items, data_chatml, data_letters, 40, True)
-    made["dpo"] = lambda items: TRAIN_CHATS.preference_rows(items, data_chatml, data_letters, 90)
+    made["dpo"] = lambda items: DPO.preference_rows(items, data_chatml, data_letters, 90)
     for _ in range(300):
         mutated = jsonl_mutated(rng, line)
         path.write_text(f"{json.dumps(line)}\n{json.dumps(mutated)}\n")
@@ -22293,10 +22294,10 @@ def test_data_what_a_template_leaves_out_is_named():
     rows = lambda messages, tools: TRAIN_CHATS.chat_rows(
         [DA.Conversation(messages, tools, "chat 1")], render, data_letters, 90, False
     )
-    pairs = lambda chosen, tools=None: TRAIN_CHATS.preference_rows(
+    pairs = lambda chosen, tools=None: DPO.preference_rows(
         [DA.Preference("p", chosen, "z", tools, "pair 1")], render, data_letters, 90
     )
-    prompt = lambda: TRAIN_CHATS.prompt_text(DA.Prompt("p", "1", tools, "prompt 1"), render)
+    prompt = lambda: GRPO.prompt_text(DA.Prompt("p", "1", tools, "prompt 1"), render)
     for make, words in (
         (partial(rows, DATA_CHAT, tools), '"tools": the chat template does not render it'),
         (partial(rows, [*DATA_CHAT[:1], call | {"content": "x"}], None), "messages: tool_calls: "),
@@ -22430,7 +22431,7 @@ def data_refused():
     for weights in ([1, 0], [1], [1, -1]):
         yield "weight", partial(SHARDS.Stream, two, weights, 0, 1)
     yield "round", partial(SHARDS.Stream, two, [1.0000001, 1], 0, 1)
-    chat_rows, preference_rows = TRAIN_CHATS.chat_rows, TRAIN_CHATS.preference_rows
+    chat_rows, preference_rows = TRAIN_CHATS.chat_rows, DPO.preference_rows
 
     def chats(given, render):
         given = [DA.Conversation(chat) for chat in given]
@@ -26194,7 +26195,7 @@ def test_kv_store_metrics():
 
 
 # --------------------------------------------------------------------------------------------------
-# alignment.py
+# dpo.py, grpo.py: losses and rewards
 # --------------------------------------------------------------------------------------------------
 
 
@@ -26206,14 +26207,14 @@ def test_alignment_logprobs_of_targets():
     """Values and gradients are softmax's, and 0 where the target is -100; in at least fp32."""
     logits = align_randn(3, 4, 7).requires_grad_()
     targets = torch.tensor([[0, 6, -100, 2], [-100] * 4, [1, 1, 5, -100]])
-    got, want = AL.token_logprobs(logits, targets), torch.zeros(3, 4, dtype=torch.float64)
+    got, want = DPO.token_logprobs(logits, targets), torch.zeros(3, 4, dtype=torch.float64)
     for b, t in (targets >= 0).nonzero().tolist():
         want[b, t] = (logits[b, t].exp()[targets[b, t]] / logits[b, t].exp().sum()).log()
     grads = [torch.autograd.grad((x * align_randn(3, 4)).sum(), logits)[0] for x in (got, want)]
     close(got, want, 1e-12)
     close(*grads, 1e-12)
-    assert AL.token_logprobs(logits.bfloat16(), targets).dtype == torch.float32
-    assert AL.token_logprobs(logits[0, :0], targets[0, :0]).shape == (0,)  # no targets at all
+    assert DPO.token_logprobs(logits.bfloat16(), targets).dtype == torch.float32
+    assert DPO.token_logprobs(logits[0, :0], targets[0, :0]).shape == (0,)  # no targets at all
 
 
 def test_alignment_dpo_by_hand():
@@ -26221,7 +26222,7 @@ def test_alignment_dpo_by_hand():
     paper's section 4, also where a margin is far from 0."""
     leaf = lambda *x: torch.tensor(x, dtype=torch.float64, requires_grad=True)
     chosen, rejected, refs = leaf(-3, -5), leaf(-7, -2), (leaf(-5, -5), leaf(-6, -6))
-    loss, stats = AL.dpo_loss(chosen, rejected, *refs, beta=0.5)
+    loss, stats = DPO.dpo_loss(chosen, rejected, *refs, beta=0.5)
     wrong = [1 / (1 + math.exp(margin)) for margin in (1.5, -2.0)]
     terms = [math.log(1 - p) for p in wrong]
     up, down = torch.autograd.grad(loss, (chosen, rejected))
@@ -26230,10 +26231,10 @@ def test_alignment_dpo_by_hand():
     close(down, -up, 1e-12)
     assert stats == {"reward_margin": -0.5, "accuracy": 1}
     assert not any(x.requires_grad for x in stats.values())
-    same, stats = AL.dpo_loss(chosen, rejected, chosen, rejected)
+    same, stats = DPO.dpo_loss(chosen, rejected, chosen, rejected)
     assert same.item() == pytest.approx(2 * math.log(2)) and stats["accuracy"] == 0
     far = leaf(1e4)
-    loss, _ = AL.dpo_loss(-far, far, *torch.zeros(2, 1), beta=1.0)
+    loss, _ = DPO.dpo_loss(-far, far, *torch.zeros(2, 1), beta=1.0)
     loss.backward()
     assert loss == 2e4 and far.grad == 2
 
@@ -26242,10 +26243,10 @@ def test_alignment_advantages_by_hand():
     """Of rewards that differ, and exactly 0 of equal ones, whose mean may not be equal to them."""
     rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [2.0, 2.0, 2.0, 2.0], [4.0, 0.0, 0.0, 0.0]])
     want = torch.tensor([[0.5, -0.5, -0.5, 0.5], [0, 0, 0, 0], [3, -1, -1, -1]])
-    assert torch.equal(AL.group_advantages(rewards, normalize=False), want)
+    assert torch.equal(GRPO.group_advantages(rewards, normalize=False), want)
     deviation = torch.tensor([0.5, 1.0, 3**0.5])[:, None]
-    close(AL.group_advantages(rewards), want / deviation, 1e-5)
-    assert (AL.group_advantages(torch.full((2, 7), 0.1)) == 0).all()
+    close(GRPO.group_advantages(rewards), want / deviation, 1e-5)
+    assert (GRPO.group_advantages(torch.full((2, 7), 0.1)) == 0).all()
 
 
 @pytest.mark.parametrize("kl", [0.0, 0.3])
@@ -26271,13 +26272,13 @@ def test_alignment_grpo_is_eq_3(kl, high, advantages):
     assert len(cut) == 4  # ratios too high and too low, each the right way and the wrong way
     assert (mask == 0).sum() > 4
     old[mask == 0], ref[mask == 0] = math.nan, -INF
-    loss, stats = AL.grpo_loss(new, old, ref, adv, mask, clip=0.2, clip_high=high, kl=kl)
+    loss, stats = GRPO.grpo_loss(new, old, ref, adv, mask, clip=0.2, clip_high=high, kl=kl)
     close(loss, want, 1e-12)
     close(*(torch.autograd.grad(x, new)[0] for x in (loss, want)), 1e-12)
     assert stats["kl"].item() == pytest.approx(kls, rel=1e-10) and not stats["kl"].requires_grad
     assert stats["clipped"].item() == pytest.approx(cut[True, True] + cut[False, False])
     if kl == 0:
-        alone, stats = AL.grpo_loss(new, old, None, adv, mask, clip=0.2, clip_high=high)
+        alone, stats = GRPO.grpo_loss(new, old, None, adv, mask, clip=0.2, clip_high=high)
         assert alone == loss and stats["kl"] == 0
 
 
@@ -26299,7 +26300,7 @@ def test_alignment_grpo_is_eq_3(kl, high, advantages):
     ],
 )
 def test_alignment_rewards(name, completion, answer, reward):
-    got = AL.load_reward(name)("the prompt: 99", completion, answer)
+    got = GRPO.load_reward(name)("the prompt: 99", completion, answer)
     assert got == reward and isinstance(got, float)
 
 
@@ -26308,7 +26309,7 @@ def test_alignment_rewards_of_a_file(tmp_path):
     path, broken = tmp_path / "mine.py", tmp_path / "broken.py"
     path.write_text("def half(prompt, completion, answer):\n    return 0.5\nnot_one = 3\n")
     broken.write_text("1 / 0\n")
-    assert AL.load_reward(f"{path}:half")("", "", "") == 0.5
+    assert GRPO.load_reward(f"{path}:half")("", "", "") == 0.5
     rule = tmp_path / "json.py"  # dataclasses look up their module; the library's must stay
     rule.write_text(
         "from __future__ import annotations\nfrom dataclasses import dataclass\nimport typing\n"
@@ -26317,7 +26318,7 @@ def test_alignment_rewards_of_a_file(tmp_path):
         "    assert typing.get_type_hints(Rule) == {'text': str}\n"
         "    return float(Rule(answer).text in completion)\n"
     )
-    assert AL.load_reward(f"{rule}:reward")("", "beta gamma", "beta") == 1.0
+    assert GRPO.load_reward(f"{rule}:reward")("", "beta gamma", "beta") == 1.0
     assert importlib.import_module("json") is json
     for name, words in (
         (f"{tmp_path}/other.py:half", "of an existing file"),
@@ -26326,26 +26327,26 @@ def test_alignment_rewards_of_a_file(tmp_path):
         (f"{broken}:half", "failed: ZeroDivisionError: division by zero"),
     ):
         with pytest.raises(ValueError, match=words):
-            AL.load_reward(name)
+            GRPO.load_reward(name)
 
 
-align_dpo = partial(AL.dpo_loss, *torch.zeros(4, 1))
-align_grpo = partial(AL.grpo_loss, *torch.zeros(2, 2, 3), None, torch.zeros(2), torch.ones(2, 3))
+align_dpo = partial(DPO.dpo_loss, *torch.zeros(4, 1))
+align_grpo = partial(GRPO.grpo_loss, *torch.zeros(2, 2, 3), None, torch.zeros(2), torch.ones(2, 3))
 for words, call in {
     "beta must be": lambda: align_dpo(beta=0.0),
-    r"rewards must be \(groups, n\)": lambda: AL.group_advantages(torch.zeros(4)),
+    r"rewards must be \(groups, n\)": lambda: GRPO.group_advantages(torch.zeros(4)),
     "kl 0.1 requires ref_logprobs": lambda: align_grpo(kl=0.1),
     "clip must be between 0 and 1, not 0.0": lambda: align_grpo(clip=0.0),
     "clip must be between 0 and 1, not 1.0": lambda: align_grpo(clip=1.0),
     "clip_high must be": lambda: align_grpo(clip_high=0.0),
-    "must be exact, number, prefix or FILE.py:FUNCTION": lambda: AL.load_reward("exactly"),
-    "'none' contains no number": lambda: AL.load_reward("number")("", "1", "none"),
+    "must be exact, number, prefix or FILE.py:FUNCTION": lambda: GRPO.load_reward("exactly"),
+    "'none' contains no number": lambda: GRPO.load_reward("number")("", "1", "none"),
 }.items():
     REFUSED[f"alignment: {words}"] = call, words
 
 
 # --------------------------------------------------------------------------------------------------
-# tuning.py
+# dpo.py, grpo.py: objectives
 # --------------------------------------------------------------------------------------------------
 
 TUNING_CONFIG = M.ModelConfig(29, 32, 2, 4, 2, 8, 48, max_seq_len=64, eos_ids=(2,))
@@ -26366,12 +26367,12 @@ def tuning_lora(rank=4, std=0.2):
 
 
 def tuning_tasks(n=6, length=3):
-    return [TU.Task(f"p{i}", [1, *range(5, 3 + length), 20 + i], "9") for i in range(n)]
+    return [GRPO.Task(f"p{i}", [1, *range(5, 3 + length), 20 + i], "9") for i in range(n)]
 
 
 def tuning_grpo(model=None, **how):
     model = model or tuning_model()
-    engine, text = TU.make_engine(model, 31, max_num_seqs=8), lambda ids: " ".join(map(str, ids))
+    engine, text = GRPO.make_engine(model, 31, max_num_seqs=8), lambda ids: " ".join(map(str, ids))
     base = dict(
         tasks=tuning_tasks(),
         reward=lambda prompt, text, answer: len(text),
@@ -26380,7 +26381,7 @@ def tuning_grpo(model=None, **how):
         n=4,
     )
     base |= dict(batch_size=4, local_ids=range(4), max_new_tokens=8, engine=engine)
-    return TU.GRPO(model, **base | how)
+    return GRPO.GRPO(model, **base | how)
 
 
 def tuning_pairs(n=5, seq_len=15):
@@ -26396,7 +26397,7 @@ def tuning_pairs(n=5, seq_len=15):
 def tuning_dpo(model=None, rows=None, batch_size=5, mine=range(5), **how):
     rows = tuning_pairs() if rows is None else rows
     how = dict(reference=tuning_model(seed=4), beta=0.4) | how
-    return TU.DPO(model or tuning_model(), rows, batch_size, mine, **how)
+    return DPO.DPO(model or tuning_model(), rows, batch_size, mine, **how)
 
 
 # ---- what both objectives do ----
@@ -26404,14 +26405,14 @@ def tuning_dpo(model=None, rows=None, batch_size=5, mine=range(5), **how):
 
 def test_tuning_prompt_order_is_shuffled_epochs():
     """Every epoch is another permutation, and ranks' shares add up to the batch."""
-    order = partial(TU.epoch_indices, 7, 3)
+    order = partial(DPO.epoch_indices, 7, 3)
     row = [i for step in range(14) for i in order(step, 4, range(4))]
     epochs = [row[i : i + 7] for i in range(0, 56, 7)]
     assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) > 5
     shares = [i for step in range(14) for mine in ((0, 1), (2, 3)) for i in order(step, 4, mine)]
-    assert shares == row and TU.epoch_indices(7, 4, 0, 4, range(4)) != row[:4]
-    twice = TU.epoch_indices(2, 0, 0, 4, range(4))  # a batch of two epochs
+    assert shares == row and DPO.epoch_indices(7, 4, 0, 4, range(4)) != row[:4]
+    twice = DPO.epoch_indices(2, 0, 0, 4, range(4))  # a batch of two epochs
     assert sorted(twice[:2]) == sorted(twice[2:]) == [0, 1]
 
 
@@ -26419,7 +26420,7 @@ def test_tuning_logprobs_equal_the_models_with_the_head_on_answers_only():
     """Values, gradients and the number of positions that the head sees."""
     model, rows, seen = tuning_model(), tuning_pairs().long(), []
     model.head.register_forward_hook(lambda _, args, out: seen.append(len(args[0])))
-    got, counted = TU.logprobs(model, rows), TU.target_mask(rows)
+    got, counted = DPO.logprobs(model, rows), DPO.target_mask(rows)
     assert seen == [int(counted.sum())] == [int((got != 0).sum())]
     inputs, _, _ = DA.decode(rows, packed=False)
     tokens = torch.cat((inputs, rows[:, -1:].clamp(min=0)), 1)
@@ -26460,7 +26461,7 @@ def test_tuning_one_example_in_16_is_validation():
 @pytest.mark.parametrize("reference", ["a frozen copy", "without adapters"])
 @pytest.mark.parametrize("task", ["dpo", "grpo"])
 def test_tuning_loss_does_not_depend_on_micro_batches(task, reference):
-    """It and the numbers of a step are alignment.py's, of all rows and summed over ranks; the
+    """It and the numbers of a step are dpo_loss's and grpo_loss's, of all rows and summed over ranks; the
     reference gets no gradient."""
     model, frozen = tuning_lora(), tuning_model(seed=4)
     how = dict(kl=0.2) if task == "grpo" else {}
@@ -26483,17 +26484,17 @@ def test_tuning_loss_does_not_depend_on_micro_batches(task, reference):
     assert all(p.grad.any() for p in LO.adapter_parameters(model).values())
     assert all(p.grad is None for p in frozen.parameters())
     with torch.no_grad():
-        new, other = TU.logprobs(model, batch), TU.logprobs(frozen, batch)
+        new, other = DPO.logprobs(model, batch), DPO.logprobs(frozen, batch)
         with LO.disable_adapters(model):
-            ref = other if tuner.reference else TU.logprobs(model, batch)
+            ref = other if tuner.reference else DPO.logprobs(model, batch)
     if task == "grpo":
-        weights = TU.target_mask(batch).float()
+        weights = DPO.target_mask(batch).float()
         args = new, tuner.old, ref, tuner.advantages, weights
-        (want, stats), count = AL.grpo_loss(*args, kl=0.2), weights.sum()
+        (want, stats), count = GRPO.grpo_loss(*args, kl=0.2), weights.sum()
         assert stats["clipped"] > 0
     else:
         sums = [x.sum(1)[i::2] for x in (new, ref) for i in (0, 1)]
-        (want, stats), count = AL.dpo_loss(*sums, 0.4), 5
+        (want, stats), count = DPO.dpo_loss(*sums, 0.4), 5
     close(whole, want, 1e-5)
     assert tuner.count(batch) == count
     for name, total in stats.items():
@@ -26509,7 +26510,7 @@ def test_tuning_dpo_batches_are_whole_pairs():
     dpo = tuning_dpo(rows=rows, batch_size=3, mine=range(3))
     batch = dpo.batch(1)
     assert batch.dtype == torch.int64
-    pairs = TU.epoch_indices(5, 0, 1, 3, range(3))
+    pairs = DPO.epoch_indices(5, 0, 1, 3, range(3))
     assert torch.equal(batch, torch.cat([rows[2 * i : 2 * i + 2] for i in pairs]))
     assert torch.equal(tuning_dpo(rows=rows, batch_size=3, mine=(2,)).batch(1), batch[4:])
     with pytest.raises(ValueError, match="micro-batch of 3 rows splits a pair"):
@@ -26549,21 +26550,21 @@ def test_tuning_rollouts_use_the_current_weights(config, autocast):
     before, absorbed, firsts = limits(), set(), []
     assert bool(before) == (config is TUNING_MLA) and INF not in before
     model.layers[0].attention.register_forward_pre_hook(lambda *_: absorbed.update(limits()))
-    engine = TU.make_engine(model, 47, max_num_seqs=8, autocast=autocast)
+    engine = GRPO.make_engine(model, 47, max_num_seqs=8, autocast=autocast)
     assert engine.model is model
     assert {t.dtype for t in engine.cache.pages} == {torch.float32 if exact else torch.bfloat16}
     prompts, params = [[1, *range(3, 28)], [1, *range(3, 22)]], P.SamplingParams(max_new_tokens=9)
     for _ in range(2):
         absorbed.clear()
         with autocast():
-            answers = TU.generate_rollouts(engine, prompts, 3, params)
+            answers = GRPO.generate_rollouts(engine, prompts, 3, params)
         assert absorbed == ({INF} if before else set()) and limits() == before
         assert [a.prompt_ids for a in answers] == [p for p in prompts for _ in range(3)]
         assert len({tuple(a.completion_ids) for a in answers}) > 3
         for prompt, completion, logps in answers:
             row = DA.encode_row([*prompt, *completion], len(prompt), 47).long()[None]
             with autocast():
-                want = TU.logprobs(model, row)[TU.target_mask(row)]
+                want = DPO.logprobs(model, row)[DPO.target_mask(row)]
             close(torch.tensor(logps), want, 1e-4 if exact else 0.1)
         firsts.append(answers[0])
         want.sum().backward()  # nothing of the engine's inference mode stays
@@ -26579,12 +26580,12 @@ def test_tuning_rollouts_cast_each_weight_once_and_restore_it():
     """With the same results to the bit; a tied embedding stays, and so do all after an error."""
     model, seen = tuning_lora(2), []
     before = dict(model.named_parameters())
-    engine = TU.make_engine(model, 31, max_num_seqs=8, autocast=TUNING_AUTOCAST)
+    engine = GRPO.make_engine(model, 31, max_num_seqs=8, autocast=TUNING_AUTOCAST)
     for name in ("head", "layers.0.mlp.up_proj", "layers.1.attention.q_proj"):
         model.get_submodule(name).register_forward_hook(lambda m, *_: seen.append(m.weight.dtype))
     params = P.SamplingParams(max_new_tokens=9)
     with TUNING_AUTOCAST():
-        answers = TU.generate_rollouts(engine, [[1, 5, 7]], 2, params)
+        answers = GRPO.generate_rollouts(engine, [[1, 5, 7]], 2, params)
         assert set(seen) == {torch.bfloat16}
         (want,) = engine.generate([[1, 5, 7]], replace(params, n=2, logprobs=0))
     assert set(seen) == {torch.bfloat16, torch.float32}
@@ -26594,12 +26595,12 @@ def test_tuning_rollouts_cast_each_weight_once_and_restore_it():
     after = dict(model.named_parameters())
     assert list(after) == list(before) and all(after[name] is p for name, p in before.items())
     tied = tuning_model(replace(TUNING_CONFIG, tie_embeddings=True))
-    with TUNING_AUTOCAST(), pytest.raises(ZeroDivisionError), TU._cast_weights_once(tied):
+    with TUNING_AUTOCAST(), pytest.raises(ZeroDivisionError), GRPO._cast_weights_once(tied):
         assert tied.head.weight is tied.embed.weight
         assert tied.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
         1 / 0
     assert all(p.dtype == torch.float32 and p.requires_grad for p in tied.parameters())
-    with TU._cast_weights_once(tied):
+    with GRPO._cast_weights_once(tied):
         assert tied.layers[0].mlp.up_proj.weight.dtype == torch.float32
 
 
@@ -26629,8 +26630,8 @@ def test_tuning_grpo_rows_hold_prompt_answer_and_old_logprobs():
     how = dict(n=3, batch_size=5, local_ids=range(5), tasks=tuning_tasks(6, 4))
     grpo = tuning_grpo(model, reward=length, **how)
     batch = grpo.batch(0)
-    counted, tokens = TU.target_mask(batch), (batch ^ (batch >> 63)) % (1 << 30)
-    picks, rewards, ends = TU.epoch_indices(6, 0, 0, 5, range(5)), [], []
+    counted, tokens = DPO.target_mask(batch), (batch ^ (batch >> 63)) % (1 << 30)
+    picks, rewards, ends = DPO.epoch_indices(6, 0, 0, 5, range(5)), [], []
     for r, (row, mask) in enumerate(zip(tokens.tolist(), counted.tolist(), strict=True)):
         pick, n = picks[r // 3], sum(mask)
         assert row[:4] == grpo.tasks[pick].prompt_ids
@@ -26640,9 +26641,9 @@ def test_tuning_grpo_rows_hold_prompt_answer_and_old_logprobs():
         rewards.append(float((n - ends[-1]) ** pick))  # the end is no text
     assert len(set(rewards)) > 5 and 0 < sum(ends) < 15
     groups = torch.tensor(rewards).view(5, 3)
-    close(grpo.advantages, AL.group_advantages(groups).flatten(), 1e-6)
+    close(grpo.advantages, GRPO.group_advantages(groups).flatten(), 1e-6)
     assert (grpo.old[~counted] == 0).all()
-    close(grpo.old, TU.logprobs(model, batch).detach(), 1e-4)
+    close(grpo.old, DPO.logprobs(model, batch).detach(), 1e-4)
     row = dict(reward_mean=sum(rewards) / 15, completion_length=counted.sum().item() / 15)
     row |= dict(truncated=1 - sum(ends) / 15, clipped=0.0)
     row |= dict(no_signal=sum(len({*group}) == 1 for group in groups.tolist()) / 5)
@@ -26660,13 +26661,13 @@ def test_tuning_grpo_validates_with_greedy_answers():
     share.local_ids, share.all_reduce = range(1, 4), lambda x: x + torch.tensor([100.0, 2.0])
     for grpo, mine, other, n in ((whole, (0, 1), 0, 2), (share, (1, 2, 3, 5), 100, 6)):
         prompts = [grpo.validation[i].prompt_ids for i in mine]
-        answers = TU.generate_rollouts(grpo.engine, prompts, 1, params)
+        answers = GRPO.generate_rollouts(grpo.engine, prompts, 1, params)
         tokens = sum(i not in grpo.engine.eos for a in answers for i in a.completion_ids)
         assert grpo.validate(model, 4) == {"val_reward": pytest.approx((tokens + other) / n)}
     assert torch.equal(whole.batch(3), alone.batch(3)) and alone.validate(model, 4) == {}
 
 
-tuning_prompt = lambda n: [TU.Task("some", [1] * n, "")]
+tuning_prompt = lambda n: [GRPO.Task("some", [1] * n, "")]
 tuning_sharded = SimpleNamespace(parameters=lambda: [SimpleNamespace(device_mesh=None)])  # DTensor
 for words, call in {
     "n must be 2 or more": lambda: tuning_grpo(n=1),
@@ -26679,8 +26680,8 @@ for words, call in {
     "'p.': ZeroDivisionError": lambda: tuning_grpo(reward=lambda *_: 1 / 0).batch(0),
     "no reference model: pass": lambda: tuning_dpo(reference=None),
     "5 rows are not pairs": lambda: tuning_dpo(rows=tuning_pairs()[:5]),
-    "sharded parameters": lambda: TU.make_engine(tuning_sharded, 31),
-    "a prompt of 60 tokens": lambda: TU.generate_rollouts(
+    "sharded parameters": lambda: GRPO.make_engine(tuning_sharded, 31),
+    "a prompt of 60 tokens": lambda: GRPO.generate_rollouts(
         tuning_grpo().engine, [[1] * 60], 2, P.SamplingParams()
     ),
 }.items():
@@ -39349,7 +39350,7 @@ def test_train_scale_packed_rows_are_separate_documents(case):
         (
             "grpo",
             "--set num_generations=2 --set max_new_tokens=3 --set kl=0.5 --reward prefix",
-            dict(n=2, max_new_tokens=3, kl=0.5, reward=AL.prefix_reward, batch_size=2, seq_len=32),
+            dict(n=2, max_new_tokens=3, kl=0.5, reward=GRPO.prefix_reward, batch_size=2, seq_len=32),
         ),
     ],
 )
@@ -39358,10 +39359,10 @@ def test_train_scale_flags_reach_the_objective(
 ):
     """Each setting of a task is the field of its objective; the reference model is that of --init,
     frozen."""
-    objectives, made = importlib.import_module("training.objectives"), []
-    real = getattr(objectives, task.upper())
+    method, made = importlib.import_module(f"training.{task}"), []
+    real = getattr(method, task.upper())
     record = lambda *args, **kwargs: made.append(real(*args, **kwargs)) or made[-1]
-    monkeypatch.setattr(objectives, task.upper(), record)
+    monkeypatch.setattr(method, task.upper(), record)
     data = "{pairs}" if task == "dpo" else "{prompts}"
     flags = f"--init {{plain}} --task {task} --data {data} {flags} --seed 7 --steps 1"
     out = train_runs.run(flags, tmp_path / "out")

@@ -28,8 +28,15 @@ import torch
 from torch import Tensor
 
 from huggingface.tokenizer import Tokenizer
-from training.data import START, Conversation, Messages, Preference, Prompt, best_fit
-from training.data import is_padding, one_per_row, pack_rows
+from training.data import (
+    START,
+    Conversation,
+    Messages,
+    best_fit,
+    is_padding,
+    one_per_row,
+    pack_rows,
+)
 
 # (messages, add_generation_prompt, and tools=... if there are any): a chat template
 Render = Callable[..., str]
@@ -89,9 +96,7 @@ def chat_tokens(messages: Messages, render: Render, tokenizer: Tokenizer) -> Ten
     text, spans = assistant_spans(messages, render)
     _check(spans, "messages: none is from the assistant (with weight 1), so there are no targets")
     values = encode_spans(text, spans, tokenizer)
-    _check(
-        _has_targets(values), "messages: the assistant's are empty text, so there are no targets"
-    )
+    _check(has_targets(values), "messages: the assistant's are empty text, so there are no targets")
     return values
 
 
@@ -101,22 +106,22 @@ def check_rendered(messages: Messages, tools: list[Any] | None, render: Render) 
 
     def rendered(messages: Messages, tools: list[Any] | None) -> str | None:
         try:
-            return _with_tools(render, tools)(messages, False)
+            return with_tools(render, tools)(messages, False)
         except ValueError:  # the template needs what was removed
             return None
 
     error = "the chat template does not render it; remove it, or give --init one that does"
     if tools:
-        text = _with_tools(render, tools)(messages, False)
+        text = with_tools(render, tools)(messages, False)
         _check(text != rendered(messages, None), f'"tools": {error}')
     for name in "tool_calls", "reasoning_content", "reasoning", "thinking":
         if any(name in message for message in messages):
-            text = _with_tools(render, tools)(messages, False)
+            text = with_tools(render, tools)(messages, False)
             without = [{k: v for k, v in m.items() if k != name} for m in messages]
             _check(text != rendered(without, tools), f"messages: {name}: {error}")
 
 
-def _has_targets(values: Tensor) -> bool:
+def has_targets(values: Tensor) -> bool:
     """Whether a row that begins with these values has a target: the first one never is."""
     return bool((values[1:] >= 0).any())
 
@@ -145,7 +150,7 @@ def chat_rows(
 
     def tokens(chat: Conversation) -> Tensor:
         check_rendered(chat.messages, chat.tools, render)
-        return chat_tokens(chat.messages, _with_tools(render, chat.tools), tokenizer)
+        return chat_tokens(chat.messages, with_tools(render, chat.tools), tokenizer)
 
     documents = map_items("conversation", conversations, tokens)
     rows = pack_rows(documents, seq_len, best_fit if pack else one_per_row)
@@ -153,54 +158,11 @@ def chat_rows(
     return rows[targets.any(1)]  # drop pieces without targets (prompt only)
 
 
-def preference_rows(
-    pairs: Iterable[Preference] | Mapping[int, Preference], render: Render, tokenizer: Tokenizer,
-    seq_len: int,
-) -> Tensor:  # fmt: skip
-    """Pairs as encoded rows (2 * n, seq_len + 1) int32: chosen, rejected, chosen, ... The
-    assistant's turns of the completions are targets, truncated at the end of the row.
-
-    Strings are a user and an assistant message. Completions may repeat the prompt's messages.
-    ValueError if a prompt leaves no room for its completion.
-    """
-
-    def row(pair: Preference, name: str) -> Tensor:
-        messages = _messages(pair.prompt, "user")
-        reply = _messages(getattr(pair, name), "assistant")
-        reply = reply[len(messages) :] if reply[: len(messages)] == messages else reply
-        _check(
-            reply and reply[0]["role"] == "assistant",
-            f"{name} must begin with a turn of the assistant, or repeat the prompt's messages "
-            "unchanged before it",
-        )
-        check_rendered([*messages, *reply], pair.tools, render)
-        template = _with_tools(render, pair.tools)
-        text, spans = assistant_spans([*messages, *reply], template, len(messages))
-        values = encode_spans(text, spans, tokenizer)
-        _check(_has_targets(values), f"{name} has no text of the assistant")
-        before = int((values >= 0).nonzero()[0])
-        error = f"its prompt, {before} tokens, leaves no room in a row of {seq_len + 1}"
-        _check(before <= seq_len, f"{error}; remove it, or increase --seq-len")
-        return pack_rows([values[: seq_len + 1]], seq_len)[0]
-
-    def two_rows(pair: Preference) -> Tensor:
-        return torch.stack([row(pair, name) for name in ("chosen", "rejected")])
-
-    return torch.cat(map_items("pair", pairs, two_rows))
-
-
-def prompt_text(item: Prompt, render: Render) -> str:
-    """A prompt, of which a string is a user message, rendered up to the assistant's answer."""
-    messages = _messages(item.prompt, "user")
-    check_rendered(messages, item.tools, render)
-    return _with_tools(render, item.tools)(messages, True)
-
-
-def _with_tools(render: Render, tools: list[Any] | None) -> Render:
+def with_tools(render: Render, tools: list[Any] | None) -> Render:
     return partial(render, tools=tools) if tools else render
 
 
-def _messages(given: str | Messages, role: str) -> Messages:
+def as_messages(given: str | Messages, role: str) -> Messages:
     return [{"role": role, "content": given}] if isinstance(given, str) else given
 
 

@@ -95,7 +95,7 @@ class TrainConfig(Settings):
         '{"name", "data": [PATH], "rank"} and "alpha", "lr", "seed", "adapter" (lora_jobs.py)',
         metavar="FILE")
     reward: str = flag(
-        "exact", "grpo: exact, number, prefix (alignment.py), or FILE.py:FUNCTION")
+        "exact", "grpo: exact, number, prefix (grpo.py), or FILE.py:FUNCTION")
     lora_alpha: float | None = rare(None, "scale adapters by this / rank (2 x rank)", "positive")
     lora_merged: bool = rare(False, "merge adapters in exports")
     beta: float = rare(0.1, "dpo: penalty for leaving the model of --init", "positive")

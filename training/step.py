@@ -5,8 +5,8 @@ ranks; `clip_gradients` clips it; `validate` is the mean loss over the validatio
 divided by the token count of the whole step, so that the micro-batch size and the number of ranks
 change only rounding. train.py runs these in its loop, dry_run.py counts their bytes and FLOPs.
 
-What is trained is an objective: an object with the methods of Objective. NextToken is here, DPO and
-GRPO are in tuning.py, the draft head's is in draft_head.py; objectives.py builds that of --task.
+What is trained is an objective: an object with the methods of Objective. NextToken is here, others
+are in dpo.py, grpo.py, draft_head.py and lora_jobs.py; objectives.py builds that of --task.
 """
 
 from __future__ import annotations

@@ -1,26 +1,31 @@
-"""DPO and GRPO: training objectives from preference pairs and from rewarded rollouts.
+"""GRPO: reinforcement learning on the model's own completions, with rewards of a program.
 
-    python train.py --init DIR --task dpo --data PAIRS.jsonl     direct preference optimization
-    python train.py --init DIR --task grpo --data PROMPTS.jsonl --reward prefix    RL on completions
-                                                                 sampled from the model
+    python train.py --init DIR --task grpo --data PROMPTS.jsonl --reward prefix
 
-Both are objectives of training/step.py; prompts and padding are not targets. `row` and `validate`
-are collective.
+Group relative policy optimization (DeepSeekMath, arXiv:2402.03300, eq. 3) is PPO's clipped loss
+without a critic: several completions are sampled per prompt, and the advantage of all tokens of a
+completion is its reward minus the mean reward of its group. Rewards are computed by a program
+(RLVR; Tulu 3, arXiv:2411.15124, section 6): REWARDS, or a function of the user.
 
-They have no state that a resumed run would miss: the prompts or pairs of a step and the samples are
-functions of (seed, step, index) and the weights.
+Completions are sampled with paged_kv.py's Engine on the trained weights themselves: no second copy
+(except, under autocast, the cast weights while sampling) and no transfer, but no sharded weights
+either. The Engine's log-probabilities are those of the old policy, so that the ratio accounts for
+rounding differences between sampling and training. The prefix cache is emptied before every
+rollout, since its keys are of old weights: it only shares the prompt among the completions of a
+group. Log-probabilities, the reference model (used if kl is not 0) and what the model must be are
+those of dpo.py.
 
-GRPO samples with paged_kv.py's Engine on the trained weights themselves: no second copy (except,
-under autocast, the cast weights while sampling) and no transfer, but no sharded weights either. The
-Engine's log-probabilities are those of the old policy, so that the ratio accounts for rounding
-differences between sampling and training. The prefix cache is emptied before every rollout, since
-its keys are of old weights: it only shares the prompt among the completions of a group.
+Cost: sampling, which takes most of the time, and a third forward pass if kl is not 0. When it
+loses: if all rewards of a group are equal (no gradient), or if the policy can get the reward without
+solving the task (reward hacking). Dividing by the group's standard deviation upweights prompts that
+are nearly always or never solved, and 1 / |y| upweights short completions (Dr. GRPO,
+arXiv:2503.20783): normalize=False and a mask of ones avoid both.
 
-The reference model is a frozen copy or, with LoRA, the model with adapters disabled, which costs no
-memory. The head runs on completion tokens only.
-
-The model must have all layers and see whole sequences and the whole vocabulary (no pipeline,
-context or tensor parallelism).
+Losses and statistics are sums, to be added over micro-batches and ranks; the caller divides them by
+the token count of the step. GRPO is an objective of training/step.py without a state that a resumed
+run would miss: the prompts of a step and their samples are functions of (seed, step, index) and the
+weights. `row` and `validate` are collective. Equivalence (test_all.py): loss and gradient are those
+of the formulas in fp64.
 """
 
 from __future__ import annotations
@@ -30,25 +35,43 @@ if __name__ == "__main__":
 
 import contextlib
 import hashlib
+import importlib.util
 import math
+import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from decimal import Decimal
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from generation.sampling import RowSampler
-from model import Attend, causal_attention
+from huggingface.tokenizer import eos_ids
+from model import Attend, Transformer, causal_attention
 from paged_kv import Engine, PagedKVCache, SamplingParams
-from training.alignment import Reward, dpo_loss, group_advantages, grpo_loss, token_logprobs
-from training.data import IGNORE, decode, encode_row, is_padding
-from training.lora import LoRALinear, adapter_parameters, disable_adapters
+from training.chats import Render, as_messages, check_rendered, map_items, with_tools
+from training.config import TrainConfig
+from training.data import Prompt, encode_row, read_prompts
+from training.dataset import load_chat, train_val_split
+from training.dist_env import DistEnv
+from training.dpo import (
+    AllReduce,
+    check_reference,
+    epoch_indices,
+    frozen_reference,
+    logprobs,
+    reference_logprobs,
+    target_mask,
+)
+from training.lora import LoRALinear
+from training.parallelize import ParallelDims
 
-# sum of a tensor over all ranks
-AllReduce = Callable[[Tensor], Tensor]
-PAIRS, PROMPTS = 128, 32  # maximum numbers of validation pairs (DPO) and prompts (GRPO)
+Reward = Callable[[str, str, str], float]  # (prompt, completion, answer)
+PROMPTS = 32  # maximum number of validation prompts
 
 
 def _check(condition: object, message: str) -> None:
@@ -56,116 +79,118 @@ def _check(condition: object, message: str) -> None:
         raise ValueError(message)
 
 
-def epoch_indices(
-    n: int, seed: int, step: int, batch_size: int, local_ids: Sequence[int]
-) -> list[int]:
-    """Which of n samples are at positions `local_ids` of the batch of `step`, in an infinite
-    sequence of shuffled epochs: every sample is seen once per epoch."""
-    indices, orders = [], {}
-    for i in local_ids:
-        epoch, position = divmod(step * batch_size + i, n)
-        if epoch not in orders:
-            rng = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-            orders[epoch] = torch.randperm(n, generator=rng).tolist()
-        indices.append(orders[epoch][position])
-    return indices
+# --------------------------------------------------------------------------------------------------
+# Loss
+# --------------------------------------------------------------------------------------------------
 
 
-def logprobs(model: Any, micro: Tensor, attend: Attend = causal_attention) -> Tensor:
-    """Log-probabilities (B, T) of the targets of encoded rows (B, T + 1), 0 where there is no
-    target. The head runs only on positions with a target."""
-    inputs, targets, positions = decode(micro, packed=False)
-    padding = is_padding(micro) if model.config.moe_layers else None
-    hidden = model(inputs, positions, attend=attend, return_hidden=True, is_padding=padding)
-    mask = targets != IGNORE
-    logps = token_logprobs(model.head(hidden[mask]), targets[mask])
-    return logps.new_zeros(targets.shape).masked_scatter(mask, logps)
+def group_advantages(rewards: Tensor, normalize: bool = True) -> Tensor:
+    """Group-relative advantages: rewards minus their group's mean, (G, n) -> (G, n). normalize:
+    also divide by the group's (population) standard deviation (arXiv:2402.03300, 4.1.2); False is
+    Dr. GRPO (arXiv:2503.20783, 3.2). Exactly 0 if all rewards of a group are equal."""
+    _check(rewards.dim() == 2, f"rewards must be (groups, n), not {tuple(rewards.shape)}")
+    centered = rewards - rewards.mean(1, keepdim=True)
+    centered = centered.masked_fill((rewards == rewards[:, :1]).all(1, keepdim=True), 0.0)
+    if not normalize:
+        return centered
+    return centered / (centered.square().mean(1, keepdim=True).sqrt() + 1e-6)
 
 
-@torch.no_grad()
-def reference_logprobs(
-    reference: nn.Module | None, model: nn.Module, micro: Tensor, attend: Attend
-) -> Tensor:
-    """logprobs of the reference model; None: of the model without its adapters."""
-    if reference is not None:
-        return logprobs(reference, micro, attend)
-    with disable_adapters(model):
-        return logprobs(model, micro, attend)
+def grpo_loss(
+    logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor | None, advantages: Tensor,
+    mask: Tensor, clip: float = 0.2, clip_high: float | None = None, kl: float = 0.0,
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+    """GRPO loss (arXiv:2402.03300, eq. 3) summed over tokens, from token_logprobs.
+
+    logprobs (B, T) of the model; old_logprobs of the policy that sampled the tokens; ref_logprobs
+    of the reference model, required if kl is not 0; advantages (B,) or (B, T). mask (B, T) weights
+    tokens: 0 for tokens that were not sampled; else 1, for equal weight per token (DAPO,
+    arXiv:2503.14476, 3.3), or 1 / |y|, for equal weight per completion as in eq. 3.
+
+    With r = exp(logprobs - old_logprobs), a token's loss is -min(r A, clamp(r, 1 - clip, 1 +
+    clip_high) A) + kl * k3, where k3 = exp(d) - d - 1, d = ref - logprobs, is an unbiased,
+    non-negative estimate of KL(model || ref) (eq. 4). clip_high: default clip.
+
+    Returns the loss and mask-weighted sums: kl (k3, 0 without a reference) and clipped (1 for
+    tokens whose gradient is clipped)."""
+    _check(kl == 0 or ref_logprobs is not None, f"kl {kl} requires ref_logprobs")
+    _check(0 < clip < 1, f"clip must be between 0 and 1, not {clip}")
+    high = clip if clip_high is None else clip_high
+    _check(high > 0, f"clip_high must be above 0, not {high}")
+    A = advantages[:, None] if advantages.dim() == 1 else advantages
+    sampled, mask = mask != 0, mask.to(logprobs.dtype)
+    # masked values may be inf or NaN
+    ratio = (logprobs - old_logprobs).masked_fill(~sampled, 0.0).exp()
+    unclipped, clipped = ratio * A, ratio.clamp(1 - clip, 1 + high) * A
+    loss, k3 = -torch.minimum(unclipped, clipped), torch.zeros_like(ratio)
+    if ref_logprobs is not None:
+        d = (ref_logprobs - logprobs).masked_fill(~sampled, 0.0)
+        k3 = d.exp() - d - 1
+        loss = loss + kl * k3 if kl else loss
+    is_clipped = (clipped < unclipped).to(mask.dtype)
+    stats = {"kl": (k3 * mask).sum().detach(), "clipped": (is_clipped * mask).sum()}
+    return (loss * mask).sum(), stats
 
 
-def check_reference(reference: nn.Module | None, model: nn.Module) -> None:
-    """ValueError unless there is a reference model, or adapters without which `model` is one."""
-    ok = reference is not None or adapter_parameters(model)
-    _check(ok, "no reference model: pass a frozen copy as reference, or add LoRA adapters")
+# --------------------------------------------------------------------------------------------------
+# Rewards
+# --------------------------------------------------------------------------------------------------
 
 
-def target_mask(batch: Tensor) -> Tensor:
-    """Mask of the targets of encoded rows: (B, T + 1) -> (B, T)."""
-    return decode(batch, packed=False)[1] != IGNORE
+NUMBER = re.compile(r"(?<!\d)-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|(?<!\d)-?\.\d+")
 
 
-@dataclass
-class DPO:
-    """alignment.dpo_loss summed over pairs of completions; the loss of a step is the mean."""
+def _last_number(text: str) -> Decimal | None:
+    found = NUMBER.findall(text)
+    return Decimal(found[-1].replace(",", "")) if found else None
 
-    model: nn.Module
-    rows: Tensor  # (2 * pairs, T + 1) encoded: chosen, rejected, chosen, ...
-    batch_size: int  # pairs per step over all ranks
-    local_ids: Sequence[int]  # this rank's pairs of a batch
-    seed: int = 0
-    beta: float = 0.1
-    reference: nn.Module | None = None  # None: the model without its adapters
-    all_reduce: AllReduce = lambda x: x
-    validation: Tensor | None = None  # rows like `rows`
-    sums: Tensor = field(default_factory=lambda: torch.zeros(3), init=False)
 
-    def __post_init__(self):
-        n = len(self.rows)
-        _check(n > 0 and n % 2 == 0, f"{n} rows are not pairs of chosen and rejected completions")
-        check_reference(self.reference, self.model)
+def exact_reward(prompt: str, completion: str, answer: str) -> float:
+    """1 if the completion equals the answer, ignoring surrounding whitespace."""
+    return float(completion.strip() == answer.strip())
 
-    def batch(self, step: int) -> Tensor:
-        n = len(self.rows) // 2
-        pairs = epoch_indices(n, self.seed, step, self.batch_size, self.local_ids)
-        self.sums = torch.zeros(3)
-        return self.rows.view(n, 2, -1)[pairs].flatten(0, 1).long()
 
-    def count(self, batch: Tensor) -> Tensor:
-        return torch.tensor(len(batch) // 2, device=batch.device)
+def number_reward(prompt: str, completion: str, answer: str) -> float:
+    """1 if the last number in the completion equals the last number in the answer, as in GSM8K
+    (arXiv:2110.14168): "so 1,024.0" matches "#### 1024"."""
+    wanted = _last_number(answer)
+    _check(wanted is not None, f'reward "number": the answer {answer!r} contains no number')
+    return float(_last_number(completion) == wanted)
 
-    def loss(
-        self, model: nn.Module, micro: Tensor, rows: slice, attend: Attend = causal_attention
-    ) -> Tensor:
-        even = f"a micro-batch of {len(micro)} rows splits a pair; make it even"
-        _check(len(micro) % 2 == 0, even)
-        ref = reference_logprobs(self.reference, model, micro, attend).sum(-1)
-        new = logprobs(model, micro, attend).sum(-1)
-        loss, stats = dpo_loss(new[0::2], new[1::2], ref[0::2], ref[1::2], self.beta)
-        pairs = torch.tensor(len(micro) / 2, device=loss.device)
-        sums = torch.stack([stats["reward_margin"], stats["accuracy"], pairs])
-        self.sums = self.sums.to(loss.device) + sums
-        return loss
 
-    @property
-    def row(self) -> dict[str, float]:
-        margin, accuracy, pairs = self.all_reduce(self.sums.clone()).tolist()
-        n = max(1, pairs)
-        return {"reward_margin": round(margin / n, 6), "accuracy": round(accuracy / n, 6)}
+def prefix_reward(prompt: str, completion: str, answer: str) -> float:
+    """1 if the completion starts with the answer, ignoring leading whitespace."""
+    return float(completion.lstrip().startswith(answer.strip()))
 
-    @torch.no_grad()
-    def validate(
-        self, model: nn.Module, size: int, attend: Attend = causal_attention
-    ) -> dict[str, float]:
-        """Every rank evaluates all pairs: sharded weights are gathered collectively."""
-        if self.validation is None:
-            return {}
-        before, self.sums, loss = self.sums, torch.zeros(3), 0.0
-        device = next(self.model.parameters()).device
-        for micro in self.validation[: 2 * PAIRS].long().to(device).split(max(2, size // 2 * 2)):
-            loss += self.loss(model, micro, slice(len(micro)), attend).item()
-        (margin, accuracy, n), self.sums = self.sums.tolist(), before
-        totals = {"val_loss": loss, "val_reward_margin": margin, "val_accuracy": accuracy}
-        return {name: round(x / n, 6) for name, x in totals.items()}
+
+REWARDS = {"exact": exact_reward, "number": number_reward, "prefix": prefix_reward}
+
+
+def load_reward(name: str) -> Reward:
+    """A reward function reward(prompt, completion, answer) -> float: one of REWARDS, or FUNCTION
+    of "FILE.py:FUNCTION"; the file is executed. ValueError if there is no such function."""
+    if name in REWARDS:
+        return REWARDS[name]
+    path, colon, function = name.rpartition(":")
+    if not (colon and path.endswith(".py") and Path(path).is_file()):
+        known = ", ".join(REWARDS)
+        raise ValueError(f"reward {name!r} must be {known} or FILE.py:FUNCTION of an existing file")
+    # a name of its own: a file json.py must not replace the library's module
+    spec = importlib.util.spec_from_file_location(f"reward_{Path(path).stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and typing look for it there
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as e:  # user code may raise anything
+        raise ValueError(f"reward {name!r}: {path} failed: {type(e).__name__}: {e}") from e
+    reward = getattr(module, function, None)
+    _check(callable(reward), f"reward {name!r}: {path} has no function {function!r}")
+    return reward
+
+
+# --------------------------------------------------------------------------------------------------
+# Rollouts: completions sampled with the current weights
+# --------------------------------------------------------------------------------------------------
 
 
 class Rollout(NamedTuple):
@@ -259,6 +284,11 @@ def generate_rollouts(
     return rollouts
 
 
+# --------------------------------------------------------------------------------------------------
+# Objective
+# --------------------------------------------------------------------------------------------------
+
+
 class Task(NamedTuple):
     """A prompt, as text and as tokens, and the reference answer of its reward."""
 
@@ -267,9 +297,16 @@ class Task(NamedTuple):
     answer: str
 
 
+def prompt_text(item: Prompt, render: Render) -> str:
+    """A prompt, of which a string is a user message, rendered up to the assistant's answer."""
+    messages = as_messages(item.prompt, "user")
+    check_rendered(messages, item.tools, render)
+    return with_tools(render, item.tools)(messages, True)
+
+
 @dataclass
 class GRPO:
-    """Group relative policy optimization: alignment.grpo_loss of sampled, rewarded completions. The
+    """Group relative policy optimization: grpo_loss of sampled, rewarded completions. The
     loss of a step is the mean over tokens (DAPO, arXiv:2503.14476, 3.3)."""
 
     model: nn.Module
@@ -397,3 +434,26 @@ class GRPO:
         row |= {"clipped": clipped / max(1e-9, weight)}
         row |= {"kl": kl / max(1e-9, weight)} if self.kl else {}
         return {name: round(value, 6) for name, value in row.items()}
+
+
+def build_grpo(config: TrainConfig, model: Transformer, env: DistEnv, layout: ParallelDims) -> GRPO:
+    """--task grpo: the prompts of --data, split for validation, sampled with the model's Engine."""
+    render, tokenizer = load_chat(config.out, model.config)
+
+    def task(item: Prompt) -> Task:
+        ids = tokenizer.encode(prompt_text(item, render), bos=False)
+        text = item.prompt if isinstance(item.prompt, str) else item.prompt[-1].get("content", "")
+        return Task(text, ids, item.answer)
+
+    prompts = [prompt for path in config.data for prompt in read_prompts(Path(path))]
+    tasks = map_items("prompt", prompts, task)
+    tasks, validation = (list(part.values()) for part in train_val_split(tasks))
+    n = config.batch_size // config.num_generations
+    ends = eos_ids(config.out, model.config.eos_ids, tokenizer)  # those of generate.py
+    return GRPO(
+        model, make_engine(model, config.seq_len, autocast=env.autocast, eos_ids=ends), tasks,
+        load_reward(config.reward), tokenizer.decode, config.seq_len, n,
+        layout.samples(n), config.num_generations, config.max_new_tokens, config.seed,
+        kl=config.kl, reference=frozen_reference(config, model, env) if config.kl else None,
+        autocast=env.autocast, all_reduce=layout.all_reduce_sum, validation=validation,
+    )  # fmt: skip
