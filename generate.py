@@ -87,7 +87,6 @@ from generation.decoder_setup import reserve_lookahead_, sampling_params, sdpa, 
 from generation.decoder_setup import shard_kv_cache_
 from generation.load import is_quantized, load, moe_layers, open_gguf, optimize_for_inference_
 from generation.load import pick_device
-from serving.perplexity import perplexity
 from generation.prompt import fit_to_context, prompt_ids, prompt_text, read_text, text_format
 from generation.ranks import process_group, rank0_then_broadcast, run_on_all_or_raise
 from generation.sampling import Sampler, logprobs_of
@@ -493,11 +492,15 @@ def interactive_chat(args: GenerateConfig) -> None:
 
 def score_file(args: GenerateConfig) -> None:
     """--perplexity: perplexity, nats per token and bits per byte of a text."""
+    from serving.evaluate import perplexity
+
     text = read_text(args.perplexity)
     _, model, tokenizer = load_model(args)
     check_logprobs(args, model.config.vocab_size)
     attention = pick_attention(args.attention, args.fixed_max)
-    new_cache = lambda max_len: budgeted_cache(args, model, 1, max_len, None)
+
+    def new_cache(max_len: int) -> Any:
+        return budgeted_cache(args, model, 1, max_len, None)
 
     def chunks(model: Transformer, tokens: Tensor, cache: Any) -> Iterator[tuple[int, Tensor]]:
         C = getattr(cache, "capacity", tokens.shape[1])  # beyond a budget: steps, as in decode

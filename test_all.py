@@ -161,7 +161,6 @@ from generation import energy as ENERGY, gpu_report as REPORT, json_schema as JS
 from serving import evaluate as EVAL
 from generation import kv_eviction as KS, load as LOAD
 from serving import prompt_cache as KVH
-from serving import perplexity as PPL
 from generation import plot_decode as PLOT
 from serving import program_examples as EXAMPLES, programs as PR
 from generation import prompt as PROMPT
@@ -34328,7 +34327,7 @@ def test_generate_score_is_the_log_probability_of_every_token(window, monkeypatc
     model = random_model(tiny())
     ids = random_tokens(tiny(), 64).tolist()
     monkeypatch.setattr(G, "PREFILL_CHUNK", 10)
-    chunks = PPL.score(model, ids, window, 3, G.prefill_chunks)
+    chunks = EVAL.score(model, ids, window, 3, G.prefill_chunks)
     chosen, best, best_ids = map(torch.cat, zip(*chunks, strict=True))
     assert chosen.shape == (63,) and best.shape == best_ids.shape == (63, 3)
     done, half = 1, window // 2
@@ -34754,7 +34753,7 @@ def test_generate_logprobs_and_perplexity_agree(tmp_path):
     assert all(len(e["top"]) == 3 and e["logprob"] <= e["top"][0]["logprob"] for e in entries)
     ids = [*K.load_tokenizer(SMALL).encode("class A:\n"), *answer["tokens"]]
     model = HF.load_checkpoint(SMALL, dtype=torch.float32)
-    [(chosen, _, _)] = PPL.score(model, ids, 512, 0, G.prefill_chunks)
+    [(chosen, _, _)] = EVAL.score(model, ids, 512, 0, G.prefill_chunks)
     for entry, logprob in zip(entries, chosen[-30:].tolist(), strict=True):
         assert abs(entry["logprob"] - logprob) < 1e-3
     text = "import os\nimport sys\n\n\ndef main():\n    pass\n" * 60

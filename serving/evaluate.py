@@ -1,16 +1,22 @@
-"""Accuracy on multiple-choice questions (--choices of generate.py), counted as lm-eval counts it.
+"""Scores of texts that are given: perplexity, and accuracy on multiple-choice questions.
 
+    python generate.py --perplexity FILE
     python generate.py --choices TASK.jsonl --num-fewshot 5
     python generate.py --choices                                  the next line of Python, of four
     python generate.py --quantize-report --choices TASK.jsonl     what each scheme loses
 
-A line of TASK.jsonl is {"prompt": "Q: 2 + 2?\\nA:", "choices": [" 3", " 4"], "answer": 1}. Nothing
-is generated: the answer is the choice with the highest log-likelihood after the prompt (acc), or
-per character (acc_norm), because a sum over tokens prefers short choices: the two numbers that the
-Open LLM Leaderboard and EleutherAI's lm-eval print. A space or newline that begins a choice is not
-one of its characters: it is lm-eval's target_delimiter. The K answered questions in front
-(--num-fewshot) are the first K others of the file, or of --set fewshot=FILE, each followed by an
-empty line. A context that is too long loses its first tokens.
+Both sum log-probabilities of given tokens; nothing is generated. Perplexity is exp of the mean loss
+per token of a text, in a sliding window of the model's context. It depends on the tokenizer: bits
+per byte compare models of different vocabularies.
+
+Accuracy is counted as lm-eval counts it. A line of TASK.jsonl is
+{"prompt": "Q: 2 + 2?\\nA:", "choices": [" 3", " 4"], "answer": 1}. The answer is the choice with
+the highest log-likelihood after the prompt (acc), or per character (acc_norm), because a sum over
+tokens prefers short choices: the two numbers that the Open LLM Leaderboard and EleutherAI's lm-eval
+print. A space or newline that begins a choice is not one of its characters: it is lm-eval's
+target_delimiter. The K answered questions in front (--num-fewshot) are the first K others of the
+file, or of --set fewshot=FILE, each followed by an empty line. A context that is too long loses its
+first tokens.
 
 Calibration (HELM, arXiv:2211.09110): the confidence in an answer is its share of the likelihood of
 all choices; the expected calibration error is the mean, over ten bins of equally many answers, of
@@ -23,17 +29,19 @@ schemes; it is no benchmark that others report.
 
 Cost: the tokens of every choice and of the prompts. All are prompts of one continuous batch
 (paged_kv.py's Engine), whose prefix cache computes the few-shot examples once and a question's
-prompt once for its choices. When it loses: for a single question; a scheme whose activations are
-quantized over all rows of a call (llm.int8) scores a choice by what else is in the batch.
+prompt once for its choices. A text is prefilled by generate.py without the Engine, and one longer
+than the context costs twice its tokens. When it loses: for a single question; a scheme whose
+activations are quantized over all rows of a call (llm.int8) scores a choice by what else is in the
+batch.
 
-Equivalence (test_all.py): log-likelihoods == log_softmax of the plain forward; accuracies == those
-of lm-eval on the same task, which runs this model by serving/lm_eval_model.py.
+Equivalence (test_all.py): log-likelihoods and scores == log_softmax of the plain forward;
+accuracies == those of lm-eval on the same task, which runs this model by serving/lm_eval_model.py.
 """
 
 from __future__ import annotations
 
 if __name__ == "__main__":
-    raise SystemExit("this is a part of generate.py; run: python generate.py --choices --help")
+    raise SystemExit("this is a part of generate.py; run: python generate.py --help")
 
 import json
 import math
@@ -41,32 +49,100 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from generation.bench import device_name
-from serving.cascade import expected_calibration_error
 from generation.config import GenerateConfig
 from generation.ranks import rank0_then_broadcast
-from huggingface.tokenizer import Tokenizer
-from model import Transformer
+from generation.sampling import logprobs_of
+from huggingface.tokenizer import Tokenizer, logprob_entry
+from model import KVCache, Transformer
 from paged_kv import Output, SamplingParams
-from serving.batch import Request, Service, num_available_blocks
+from serving.cascade import expected_calibration_error
 from training.data import Question, is_validation, read_questions, stream_documents
+
+if TYPE_CHECKING:  # --perplexity does not wait for the Service's imports: see the functions
+    from serving.batch import Service
 
 QUEUED = 256  # requests that the engine has at most, so that a large task is encoded as it runs
 PROMPT_LINES, QUESTIONS_PER_FILE = 12, 4  # of the questions without a file
 Pair = tuple[list[int], list[int]]  # token ids of a context and of its continuation
+Prefill = Callable[[Transformer, Tensor, KVCache], Iterator[tuple[int, Tensor]]]
+"""generate.prefill_chunks"""
 
 
 # --------------------------------------------------------------------------------------------------
-# Questions
+# Perplexity
+# --------------------------------------------------------------------------------------------------
+
+
+def perplexity(
+    model: Transformer, tokenizer: Tokenizer, text: str, prefill: Prefill, top: int | None = None,
+    new_cache: Callable[[int], Any] = lambda n: None,
+) -> tuple[dict[str, float], list[dict[str, Any]]]:  # fmt: skip
+    """Perplexity, nats per token and bits per byte of a text; with `top`, also every token's
+    log-probabilities (logprob_entry). new_cache: see score. Perplexity is nan if a log-probability
+    is not finite. ValueError if the text has less than two tokens."""
+    ids = tokenizer.encode(text)
+    if not text or len(ids) < 2:
+        raise ValueError(
+            f"--perplexity: the text is too short ({len(ids)} tokens); give two or more"
+        )
+    total, entries = 0.0, []
+    window = model.config.context
+    for chosen, best, best_ids in score(model, ids, window, top or 0, prefill, new_cache):
+        total += chosen.double().sum().item()
+        if top is None:
+            continue
+        for row in zip(chosen, best, best_ids):
+            token = ids[1 + len(entries)]
+            entries.append(logprob_entry(tokenizer, token, *(x.tolist() for x in row)))
+    metrics = {
+        "tokens": len(ids) - 1,
+        "nats_per_token": -total / (len(ids) - 1),
+        "perplexity": math.exp(-total / (len(ids) - 1)) if math.isfinite(total) else math.nan,
+        "bits_per_byte": -total / math.log(2) / len(text.encode()),
+    }
+    return metrics, entries
+
+
+def score(
+    model: Transformer, ids: Sequence[int], window: int, top: int, prefill: Prefill,
+    new_cache: Callable[[int], Any] = lambda n: None,
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
+    """Log-probabilities of ids[1:] given the preceding tokens: yields logprobs_of() of each chunk.
+
+    A text longer than `window` is scored with a sliding window of stride window / 2: after
+    the first window / 2 tokens, each has at least window / 2 tokens of context. new_cache(tokens):
+    what is used in place of a KVCache, if not None.
+    """
+    half = max(1, window // 2)
+    device, dtype = model.embed.weight.device, model.embed.weight.dtype
+    n = min(window, len(ids))
+    cache = new_cache(n) or KVCache(model.config, 1, n, dtype, device)
+    done = 1  # tokens done; the first has no context and is not scored
+    while done < len(ids):
+        begin = 0 if done == 1 else done - half
+        tokens = torch.tensor([ids[begin : begin + window]], device=device)
+        for first, hidden in prefill(model, tokens, cache):
+            targets = tokens[0, first + 1 : first + 1 + hidden.shape[1]]
+            skip = max(0, done - begin - first - 1)
+            if skip < len(targets):
+                logits = model.head(hidden[0, skip : len(targets)])
+                yield logprobs_of(logits, targets[skip:], top)
+        done = begin + tokens.shape[1]
+
+
+# --------------------------------------------------------------------------------------------------
+# Multiple-choice questions
 # --------------------------------------------------------------------------------------------------
 
 
@@ -120,7 +196,7 @@ def python_questions() -> list[Question]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Log-likelihoods
+# Log-likelihoods of choices
 # --------------------------------------------------------------------------------------------------
 
 
@@ -162,6 +238,8 @@ def run_requests(service: Service, requests: Iterable[tuple[Any, ...]]) -> list[
 def loglikelihoods(service: Service, pairs: Iterable[Pair]) -> list[tuple[float, bool]]:
     """For each pair the log-probability of the continuation, in nats, and whether it is what greedy
     decoding gives. ValueError if one is empty or too long."""
+    from serving.batch import Request
+
     limit = service.engine.model.config.context - 1  # one token is sampled
     params = SamplingParams(temperature=0.0, max_new_tokens=1)
 
@@ -220,7 +298,10 @@ def accuracy(questions: Sequence[Question], scores: Sequence[Sequence[float]]) -
         right_norm.append(float(best_norm == q.answer))
         confidences.append(1 / sum(math.exp(s - of[best]) for s in of))
     mean, n = statistics.fmean, len(right)
-    stderr = lambda x: statistics.stdev(x) / math.sqrt(n) if n > 1 else math.nan
+
+    def stderr(x: Sequence[float]) -> float:
+        return statistics.stdev(x) / math.sqrt(n) if n > 1 else math.nan
+
     error = expected_calibration_error(torch.tensor(confidences), torch.tensor(right))
     return Accuracy(n, mean(right), stderr(right), mean(right_norm), stderr(right_norm), error)
 
@@ -229,6 +310,8 @@ def acc_and_norm(
     questions: Sequence[Question], tokenizer: Tokenizer, model: Transformer
 ) -> tuple[float, float]:
     """acc and acc_norm of a model that is loaded already, by an Engine of its own."""
+    from serving.batch import Service, num_available_blocks
+
     blocks = num_available_blocks(model, 16, 64, None)
     service = Service(model, tokenizer, model.config.eos_ids, num_blocks=blocks)
     found = accuracy(questions, score_choices(service, questions))
