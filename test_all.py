@@ -33932,6 +33932,7 @@ x --save=                                   | --save an empty path
 x --device=                                 | --device empty cuda
 x --adapter nowhere                         | --adapter nowhere adapter_config.json
 --batch README.md --out x --adapters a=nowhere | --adapters a=nowhere: no such folder
+--batch README.md --out x --adapters= | --adapters must be NAME=DIR
 --batch README.md --out x --models a=nowhere | --models a=nowhere: no such folder
 --serve 0 --set cors_origin=example.org     | --set cors_origin https://example.org 'example.org'
 --serve 0 --set cors_origin=https://a.org/  | --set cors_origin without a path 'https://a.org/'
@@ -35976,6 +35977,9 @@ TRAIN_BAD = {  # flags -> words of the error, separated by "|"
     "--resume --out {plain} --fp8 rowwise": "--fp8 rowwise differs from the run's None",
     "--fp8 rowwise --qat int8": "--fp8 cannot be combined with|--qat",
     "--qat int4": "--qat int4 (groups of 32): layers.0.mlp.down",
+    "--device=": "--device|empty",
+    "--model=": "--model|empty",
+    "--profile 9 --steps 8": "--profile 9|--steps 8",
 }
 TRAIN_RUNS["mixed-aux"] = "--model {mixtral}/config.json"
 

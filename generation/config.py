@@ -588,7 +588,7 @@ def parse_folders(args: GenerateConfig, name: str) -> list[tuple[str, Path]] | N
     if text is None:
         return None
     pairs = [entry.partition("=")[::2] for entry in filter(None, text.split(","))]
-    if not all(map(all, pairs)):
+    if not pairs or not all(map(all, pairs)):
         raise ValueError(f"{args.shown(name)} must be NAME=DIR,..., not {text!r}")
     return [(key, Path(folder)) for key, folder in pairs]
 

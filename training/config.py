@@ -428,6 +428,11 @@ def check_combinations(config: TrainConfig) -> None:
         raise ValueError(f"--task draft-head requires --seq-len {least} or more, not {c.seq_len}")
     if c.task == "draft-head" and world_size() > 1:
         raise ValueError("--task draft-head runs in one process; start it without torchrun")
+    for name in ("device", "model"):
+        if getattr(c, name) == "":
+            raise ValueError(f"--{name} is empty; give a name, or leave it out")
+    if (c.profile or 0) > c.steps:
+        raise ValueError(f"--profile {c.profile} is after the last step, --steps {c.steps}")
     parts, part = c.batch_share
     if part >= parts:
         name = "--replica-group" if c.replica_groups is not None else "--diloco-worker"
