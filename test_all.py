@@ -14,7 +14,7 @@ their own. All models are tiny random ones or the shipped checkpoints.
     serving traces policies replica simulate pools row_order length_batching   serving/
     colocation time_sharing variants server unacked lockstep kv_transfer       serving/
     cluster page adapters shared_models vattention kv_store                    serving/
-    programs                                        serving/programs.py, values.py
+    programs                                        serving/programs.py
     calibrate sparse gemm gguf                               quantization/
     data optimizers offload recompute chunked_loss lora token_windows          training/
     alignment tuning (dpo.py, grpo.py)                                         training/
@@ -168,7 +168,6 @@ from generation import ranks as RANKS, sampling as S
 from serving import ratings as RATE
 from generation import layer_offload as STREAM, schema_merging as SCHEMA_MERGING
 from generation import structured as GR
-from serving import values as VALUES
 from huggingface import mha_to_gqa as CONVERT, fine_tune as FINE_TUNE, gguf_tokenizer as GT
 from huggingface import tokenizer as K, weights as HF
 from huggingface.chat_template import ChatTemplate, load_chat_template
@@ -18971,16 +18970,16 @@ def test_programs_stream_is_in_order_of_ancestry():
     async def both(seed):
         r, p = random.Random(seed), bare_program()
         word = lambda: "".join(r.choice("ab\n ") for _ in range(r.randint(0, 9)))
-        sources = [(VALUES.Value(p), word()) for _ in range(r.randint(0, 4))]
+        sources = [(PR.Value(p), word()) for _ in range(r.randint(0, 4))]
         growing = dict(sources)
-        first = p.value([]).lines() if not sources else VALUES.Stream(p, p.value(""))
+        first = p.value([]).lines() if not sources else PR.Stream(p, p.value(""))
         for i, (value, _) in enumerate(sources):
             first.put((i,), value)
         if sources:
             first.end()
 
         def child(line):
-            value = VALUES.Value(p)
+            value = PR.Value(p)
             growing[value] = texts[line.path] = line.text + "\n" + word()
             return value
 
@@ -19018,20 +19017,20 @@ def test_programs_stream_fails_with_its_first_error():
 
     async def main():
         p, inner = bare_program(), []
-        text = VALUES.Value(p)
+        text = PR.Value(p)
         lines = text.lines()
         text.grow("a\nb")
         text.resolve(error="x")
         assert [item.text for _, item in lines.items] == ["a"] and lines.error == "x"
-        stream, items = VALUES.Stream(p, p.value("")), [VALUES.Value(p) for _ in range(9)]
+        stream, items = PR.Stream(p, p.value("")), [PR.Value(p) for _ in range(9)]
         for i, item in enumerate(items):
             stream.put((i,), item)
         stream.end()
         for i, item in enumerate(reversed(items)):
             item.resolve(error=f"error {i}")
         assert stream.error == "error 0"
-        assert VALUES.Value(p).compute_from(items).error == "error 8"
-        stream = VALUES.Stream(p, p.value(""))
+        assert PR.Value(p).compute_from(items).error == "error 8"
+        stream = PR.Stream(p, p.value(""))
         outer = stream.map(lambda x: (inner or inner.append(stream.map(lambda y: y)), x)[1])
         for i, text in enumerate("ab"):
             stream.put((i,), p.value(text))

@@ -387,16 +387,15 @@ def load_program(spec: str) -> Any:
 def program(args: GenerateConfig) -> None:
     """--program: print the result of a program of prompts."""
     from serving import programs
-    from serving.values import CallError, as_text
 
     main, service = load_program(args.program), build_service(args)
     prompt, params, start = prompt_text(args), args.sampling_params, time.perf_counter()
     try:
         result = asyncio.run(programs.run(main, service, prompt, params=params))
-    except CallError as e:
+    except programs.CallError as e:
         raise ValueError(f"--program {args.program}: {e}") from None
     seconds, engine = time.perf_counter() - start, service.engine
-    print(as_text(result))
+    print(programs.as_text(result))
     stats = f"{engine.n_arrivals} requests, {engine.counts['steps']} steps, {seconds:.2f} s; "
     stats += f"{engine.scheduler.n_hit_tokens} of {engine.scheduler.n_admitted_tokens} tokens of "
     stats += "prompts were cached" + serving_batch.stored_tokens(engine.stats())
