@@ -196,7 +196,7 @@ from serving import traces as TR, unacked as UNACKED
 from planner import variant_simulator as VS, variants as VA
 from serving import vattention as VM
 from serving import virtual_memory as MEM
-from training import build as BUILD, callbacks as CB, chats as TRAIN_CHATS
+from training import build as BUILD, callbacks as CB, chats as CONV
 from training import checkpoint as CK, chunked_loss as CL, config as TCONF, data as DA
 from training import dataset as TX, dpo as DPO, draft_head as DH, grpo as GRPO, lora as LO
 from training import lora_jobs as LJ, metrics as MT
@@ -11762,7 +11762,7 @@ def write_lines(path: Path, lines: Iterable[dict]) -> Path:
 
 
 @cache
-def python_task() -> list[DA.Question]:
+def python_task() -> list[CONV.Question]:
     return EVAL.python_questions()
 
 
@@ -11798,7 +11798,7 @@ def test_evaluate_accuracy_equals_the_formulas():
     for _ in range(60):
         choices = [rng.choice(["", " ", "\n"]) + "ä" * rng.integers(1, 9)
                    for _ in range(rng.integers(2, 6))]  # fmt: skip
-        questions.append(DA.Question("", choices, int(rng.integers(len(choices)))))
+        questions.append(CONV.Question("", choices, int(rng.integers(len(choices)))))
         scores.append(rng.integers(-9, 0, len(choices)).astype(float))
     got = EVAL.accuracy(questions, [s.tolist() for s in scores])
     right = np.array([np.argmax(s) == q.answer for s, q in zip(scores, questions)])
@@ -11810,7 +11810,8 @@ def test_evaluate_accuracy_equals_the_formulas():
     means = [f(x) for x in (right, norm) for f in (np.mean, lambda x: x.std(ddof=1) / 60**0.5)]
     assert 0 < right.mean() != norm.mean() < 1
     assert astuple(got) == pytest.approx((60, *means, error))
-    one = EVAL.accuracy([DA.Question("", [" ", "b"], 1)], [[-1.0, -2.0]])  # a choice may be a space
+    space = CONV.Question("", [" ", "b"], 1)  # a choice may be a space
+    one = EVAL.accuracy([space], [[-1.0, -2.0]])
     assert (one.acc, one.acc_norm) == (0, 0) and math.isnan(one.acc_stderr)
 
 
@@ -12125,7 +12126,7 @@ def question_file(line: str) -> Callable[[], object]:
         with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as f:
             f.write(line)
             f.flush()
-            return DA.read_questions(Path(f.name))
+            return CONV.read_questions(Path(f.name))
 
     return read
 
@@ -18830,7 +18831,7 @@ def test_page_compares_two_servers(page, tmp_path):
     browser.wait(lambda: path.exists() and path.read_text().count("\n") == 3)
     browser.send("Page.navigate", url="about:blank")
     browser.session = first
-    assert [pair[:3] for pair in DA.read_preferences(path)] == want
+    assert [pair[:3] for pair in CONV.read_preferences(path)] == want
 
 
 # --------------------------------------------------------------------------------------------------
@@ -21805,8 +21806,8 @@ def test_data_chat_loss_mask_covers_assistant_tokens():
     of prompts alone are dropped."""
 
     def rows(chats, *how):
-        chats = [DA.Conversation(chat) for chat in chats]
-        return TRAIN_CHATS.chat_rows(chats, data_chatml, data_letters, *how)
+        chats = [CONV.Conversation(chat) for chat in chats]
+        return CONV.chat_rows(chats, data_chatml, data_letters, *how)
 
     assert data_read(rows([DATA_CHAT, DATA_CHAT[:2]], 100, False)) == [
         (data_chatml(DATA_CHAT, False), "yes?</>\n42</>\n"),
@@ -21818,17 +21819,15 @@ def test_data_chat_loss_mask_covers_assistant_tokens():
     assert len(packed) == 3 and len(short) < math.ceil(len(data_chatml(DATA_CHAT, False)) / 8)
     # token 0 is a target as any other
     bare = lambda messages, add: "".join(m["content"] for m in messages)
-    zero = DA.Conversation([message("user", "x"), message("assistant", "\0")])
-    assert len(TRAIN_CHATS.chat_rows([zero], bare, data_letters, 5, False)) == 1
+    zero = CONV.Conversation([message("user", "x"), message("assistant", "\0")])
+    assert len(CONV.chat_rows([zero], bare, data_letters, 5, False)) == 1
 
 
 def test_data_most_padding_is_said():
     """With the length that fits the longest conversation, if it is shorter than the rows; nothing
     is said of rows that are half full."""
     row = lambda n, T: DA.encode_row([5] * n, 2, T)
-    hint = lambda lengths, T: TRAIN_CHATS.padding_hint(
-        torch.stack([row(n, T) for n in lengths]), "x"
-    )
+    hint = lambda lengths, T: CONV.padding_hint(torch.stack([row(n, T) for n in lengths]), "x")
     assert hint((20, 31, 70), 512).startswith("92% of the tokens are padding")
     assert hint((20, 31, 70), 512).endswith("(rows of 512, the longest has 70): --seq-len 128 or x")
     assert hint((20, 31, 64), 512).endswith("--seq-len 64 or x")
@@ -21838,7 +21837,8 @@ def test_data_most_padding_is_said():
 def test_data_preference_pairs_are_two_rows():
     """Chosen first; the assistant's turns of completions are targets, with what ends them; strings
     or messages, and messages may repeat the prompt's; truncated at the end of the row."""
-    pairs = [DA.Preference("hi", "yes", "no"), DA.Preference(DATA_CHAT[:3], DATA_CHAT[:4], "41")]
+    one = CONV.Preference("hi", "yes", "no")
+    pairs = [one, CONV.Preference(DATA_CHAT[:3], DATA_CHAT[:4], "41")]
     rows = lambda pairs, T: DPO.preference_rows(pairs, data_chatml, data_letters, T)
     chats, begin = rows(pairs, 80), "<user>hi</>\n<assistant>"
     longer = data_chatml(DATA_CHAT[:3], True)
@@ -21846,9 +21846,9 @@ def test_data_preference_pairs_are_two_rows():
         *((begin + said, said) for said in ("yes</>\n", "no</>\n")),
         *((longer + said, said) for said in ("42</>\n", "41</>\n")),
     ]
-    assert torch.equal(rows([DA.Preference(DATA_CHAT[:3], "42", "41")], 80), chats[2:])
+    assert torch.equal(rows([CONV.Preference(DATA_CHAT[:3], "42", "41")], 80), chats[2:])
     assert [said for _, said in data_read(rows(pairs[:1], len(begin) + 1))] == ["ye", "no"]
-    turns = DA.Preference("hi", DATA_CHAT[1:], "no")
+    turns = CONV.Preference("hi", DATA_CHAT[1:], "no")
     assert data_read(rows([turns], 99))[0] == (data_chatml(DATA_CHAT, False), "yes?</>\n42</>\n")
 
 
@@ -21878,7 +21878,7 @@ def test_data_chats_are_encoded_and_masked_as_by_transformers(text_folders, tmp_
         want = reference.apply_chat_template(
             chat, chat_template=template, return_assistant_tokens_mask=True, return_dict=True
         )
-        values = TRAIN_CHATS.chat_tokens(chat, render, tokenizer)
+        values = CONV.chat_tokens(chat, render, tokenizer)
         assert torch.where(values < 0, ~values, values).tolist() == want["input_ids"]
         mask, (_, spans) = (
             want["assistant_masks"],
@@ -21887,7 +21887,7 @@ def test_data_chats_are_encoded_and_masked_as_by_transformers(text_folders, tmp_
         for i, (last, span) in enumerate(pairwise(spans), 1):
             mask[i] |= mask[i - 1] & (last[0] == span[0])  # all tokens of a turn's last character
         assert (values >= 0).int().tolist() == mask
-        pair = DA.Preference(chat[:3], chat[3]["content"], "né")
+        pair = CONV.Preference(chat[:3], chat[3]["content"], "né")
         rows = DPO.preference_rows([pair], render, tokenizer, 200)
         for row, reply in zip(rows, (chat[3]["content"], "né"), strict=True):
             whole = reference.apply_chat_template(
@@ -22006,7 +22006,7 @@ def test_data_prompts_and_requests_are_encoded_alike(text_folders, tmp_path, nam
         assert PROMPT.prompt_ids(args, text, tokenizer, config, format) == want
         call = OA.parse_chat({"messages": chat[:1]}, model)
         assert call.requests[0].ids == want
-        values = TRAIN_CHATS.chat_tokens(chat, *TX.load_chat(out, config))
+        values = CONV.chat_tokens(chat, *TX.load_chat(out, config))
         ids = torch.where(values < 0, ~values, values).tolist()
         assert ids == reference(template.render(chat, add_generation_prompt=False), False)
 
@@ -22076,8 +22076,8 @@ def test_data_tools_and_weights_of_conversations(tmp_path, text_folders):
     ]
     path = tmp_path / "x.jsonl"
     path.write_text(json.dumps({"messages": chat, "tools": tools, "id": 7, "source": None}))
-    read = DA.read_conversations(path)
-    row = TRAIN_CHATS.chat_rows(read, render, tokenizer, 400, False).long()
+    read = CONV.read_conversations(path)
+    row = CONV.chat_rows(read, render, tokenizer, 400, False).long()
     inputs, targets, _ = DA.decode(row, False)
     objects = copy.deepcopy(chat)
     objects[2]["tool_calls"][0]["function"]["arguments"] = {"of": [1, 2]}
@@ -22088,20 +22088,20 @@ def test_data_tools_and_weights_of_conversations(tmp_path, text_folders):
     assert said == '{"name": "sum", "arguments": {"of": [1, 2]}}</>3!</>'
     prompt = {"prompt": chat[:1], "answer": "3", "tools": tools}
     path.write_text(json.dumps(prompt))
-    text = GRPO.prompt_text(DA.read_prompts(path)[0], render)
+    text = GRPO.prompt_text(CONV.read_prompts(path)[0], render)
     assert text == json.dumps(tools) + "<user>hi</><assistant>"
     path.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c", "tools": tools}))
-    pair = DPO.preference_rows(DA.read_preferences(path), render, tokenizer, 400)
+    pair = DPO.preference_rows(CONV.read_preferences(path), render, tokenizer, 400)
     ids = torch.where(pair < 0, ~pair, pair) % DA.START
     assert all(tokenizer.decode(row.tolist()).startswith(json.dumps(tools)) for row in ids)
 
 
 JSONL_READERS = {  # --task, and --choices -> (reader, a line that it accepts)
     "text": (DA.read_documents, {"text": "x"}),
-    "sft": (DA.read_conversations, {"messages": DATA_CHAT}),
-    "dpo": (DA.read_preferences, {"prompt": "x", "chosen": "y", "rejected": DATA_CHAT[1:2]}),
-    "grpo": (DA.read_prompts, {"prompt": DATA_CHAT[:1], "answer": "1"}),
-    "choices": (DA.read_questions, {"prompt": "x", "choices": ["a", "b"], "answer": 1}),
+    "sft": (CONV.read_conversations, {"messages": DATA_CHAT}),
+    "dpo": (CONV.read_preferences, {"prompt": "x", "chosen": "y", "rejected": DATA_CHAT[1:2]}),
+    "grpo": (CONV.read_prompts, {"prompt": DATA_CHAT[:1], "answer": "1"}),
+    "choices": (CONV.read_questions, {"prompt": "x", "choices": ["a", "b"], "answer": 1}),
 }
 
 
@@ -22145,13 +22145,13 @@ def test_data_fields_of_lines_have_an_effect_or_are_refused(tmp_path, task):
             return [(GRPO.prompt_text(item, render), item.answer) for item in items]
         return [item._replace(where="") for item in items]
 
-    want, silent = made(line), {*DA.METADATA, "refusal", "annotations", "audio", "parsed"}
+    want, silent = made(line), {*CONV.METADATA, "refusal", "annotations", "audio", "parsed"}
     names = "weight prefix name system text train cache_control strict index id role type value x"
     outcomes = Counter()
     for at, object in json_objects_of(line):
         if "parameters" in at or "arguments" in at:
             continue
-        for name in {*names.split(), *DA.METADATA} - object.keys():
+        for name in {*names.split(), *CONV.METADATA} - object.keys():
             for value in (None, 0, 1, True, "user", "x", [], {}, {"x": 1}):
                 object[name] = value
                 try:
@@ -22181,7 +22181,7 @@ def test_data_mutated_lines_are_accepted_or_refused_by_name(tmp_path, task):
     the line and, if the line is an object, a field. Both happen."""
     rng, path, outcomes = random.Random(task), tmp_path / "x.jsonl", Counter()
     (read, line), made = JSONL_READERS[task], {}
-    made["sft"] = lambda items: TRAIN_CHATS.chat_rows(items, data_chatml, data_letters, 40, True)
+    made["sft"] = lambda items: CONV.chat_rows(items, data_chatml, data_letters, 40, True)
     made["dpo"] = lambda items: DPO.preference_rows(items, data_chatml, data_letters, 90)
     for _ in range(300):
         mutated = jsonl_mutated(rng, line)
@@ -22206,14 +22206,14 @@ def test_data_files_of_chats_preferences_and_prompts(tmp_path):
         return path
 
     first = f"{tmp_path}/x.jsonl: line 1"
-    assert DA.read_conversations(lines({"messages": DATA_CHAT})) == [(DATA_CHAT, None, first)]
+    assert CONV.read_conversations(lines({"messages": DATA_CHAT})) == [(DATA_CHAT, None, first)]
     pair = {"chosen": "a", "rejected": [DATA_CHAT[1]]}
     given = lines(pair | {"prompt": "p"}, pair | {"messages": DATA_CHAT[:1]})
     read = [("p", "a", [DATA_CHAT[1]], None), (DATA_CHAT[:1], "a", [DATA_CHAT[1]], None)]
-    assert [pair[:4] for pair in DA.read_preferences(given)] == read
+    assert [pair[:4] for pair in CONV.read_preferences(given)] == read
     prompts = lines({"prompt": "1+1", "answer": 2}, {"prompt": DATA_CHAT[:1], "answer": "x"})
     read = [("1+1", "2", None), (DATA_CHAT[:1], "x", None)]
-    assert [prompt[:3] for prompt in DA.read_prompts(prompts)] == read
+    assert [prompt[:3] for prompt in CONV.read_prompts(prompts)] == read
 
 
 @pytest.mark.parametrize("read, line, words", [
@@ -22278,7 +22278,10 @@ def test_data_errors_name_file_line_and_field(tmp_path, read, line, words):
     path = tmp_path / "x.jsonl"
     path.write_text(f"{json.dumps(fine)}\n\n{json.dumps(line)}\n")
     with pytest.raises(ValueError, match=f"^{re.escape(f'{path}: ')}.*{re.escape(words)}") as e:
-        [*getattr(DA, f"read_{read}")(str(path) if read == "documents" else path)]
+        if read == "documents":
+            [*DA.read_documents(str(path))]
+        else:
+            getattr(CONV, f"read_{read}")(path)
     assert "\n" not in str(e.value)
 
 
@@ -22289,13 +22292,13 @@ def test_data_what_a_template_leaves_out_is_named():
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     thought = message("assistant", "x") | {"reasoning_content": "y"}
     render = lambda messages, add, tools=None: data_chatml(messages, add)
-    rows = lambda messages, tools: TRAIN_CHATS.chat_rows(
-        [DA.Conversation(messages, tools, "chat 1")], render, data_letters, 90, False
+    rows = lambda messages, tools: CONV.chat_rows(
+        [CONV.Conversation(messages, tools, "chat 1")], render, data_letters, 90, False
     )
     pairs = lambda chosen, tools=None: DPO.preference_rows(
-        [DA.Preference("p", chosen, "z", tools, "pair 1")], render, data_letters, 90
+        [CONV.Preference("p", chosen, "z", tools, "pair 1")], render, data_letters, 90
     )
-    prompt = lambda: GRPO.prompt_text(DA.Prompt("p", "1", tools, "prompt 1"), render)
+    prompt = lambda: GRPO.prompt_text(CONV.Prompt("p", "1", tools, "prompt 1"), render)
     for make, words in (
         (partial(rows, DATA_CHAT, tools), '"tools": the chat template does not render it'),
         (partial(rows, [*DATA_CHAT[:1], call | {"content": "x"}], None), "messages: tool_calls: "),
@@ -22429,10 +22432,10 @@ def data_refused():
     for weights in ([1, 0], [1], [1, -1]):
         yield "weight", partial(SHARDS.Stream, two, weights, 0, 1)
     yield "round", partial(SHARDS.Stream, two, [1.0000001, 1], 0, 1)
-    chat_rows, preference_rows = TRAIN_CHATS.chat_rows, DPO.preference_rows
+    chat_rows, preference_rows = CONV.chat_rows, DPO.preference_rows
 
     def chats(given, render):
-        given = [DA.Conversation(chat) for chat in given]
+        given = [CONV.Conversation(chat) for chat in given]
         return partial(chat_rows, given, render, data_letters, 99, True)
 
     # a rendering that is no prefix of the next
@@ -22450,7 +22453,7 @@ def data_refused():
     bare = lambda messages, add: "".join(m["content"] for m in messages)
     silent = [message("user", "x"), message("assistant", "")]
     yield "conversation 2: .* empty text, so there are no targets", chats([DATA_CHAT, silent], bare)
-    one = DA.Preference("hi", "yes", "no")
+    one = CONV.Preference("hi", "yes", "no")
     pairs = lambda *given: partial(preference_rows, given, data_chatml, data_letters, 23)
     yield "pair 2: its prompt, 25 tokens, leaves no room", pairs(one, one._replace(prompt="hiya"))
     replies = one._replace(rejected=[message("user", "no")])
@@ -26452,8 +26455,8 @@ def test_tuning_one_example_in_16_is_validation():
     kept, _ = TX.train_val_split([[{"role": "user", "content": "x"}]] * 40 + [[]])
     assert 40 not in kept
     with pytest.raises(ValueError, match="^conversation 41: "):
-        chats = {41: DA.Conversation([])}
-        TRAIN_CHATS.chat_rows(chats, lambda *a: "", data_letters, 8, False)
+        chats = {41: CONV.Conversation([])}
+        CONV.chat_rows(chats, lambda *a: "", data_letters, 8, False)
 
 
 @pytest.mark.parametrize("reference", ["a frozen copy", "without adapters"])

@@ -369,7 +369,8 @@ def fit(args: argparse.Namespace) -> None:
 
 def read_data(args: argparse.Namespace) -> tuple[list[str], list[str]]:
     """The prompts, and their answers if they are given. ValueError names flag and file."""
-    from training.data import is_validation, read_prompts, stream_documents
+    from training.chats import read_prompts
+    from training.data import is_validation, stream_documents
 
     if not 0 < args.target <= 1:
         raise ValueError(f"--target must be more than 0, and 1 at most, not {args.target}")

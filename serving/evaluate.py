@@ -67,7 +67,8 @@ from huggingface.tokenizer import Tokenizer, logprob_entry
 from model import KVCache, Transformer
 from paged_kv import Output, SamplingParams
 from serving.cascade import expected_calibration_error
-from training.data import Question, is_validation, read_questions, stream_documents
+from training.chats import Question, read_questions
+from training.data import is_validation, stream_documents
 
 if TYPE_CHECKING:  # --perplexity does not wait for the Service's imports: see the functions
     from serving.batch import Service

@@ -15,7 +15,8 @@ files, batches and micro-batches (`decode` is the definition):
     bit 30 (START)  of v, or of ~v: first token of a document. It is never a target, and in packed
                     rows its position is 0, by which attention separates documents
 
-shards.py makes folders of such rows and mixes them; chats.py makes rows of conversations.
+shards.py makes folders of such rows and mixes them; chats.py reads conversations and makes rows of
+them.
 
 Gain: with rows of 2048 tokens and documents about as long as web pages, best fit fills 99.9%, one
 document per row 31%. Cost: seconds of packing for a million documents; 4 bytes per token on disk.
@@ -34,19 +35,16 @@ if __name__ == "__main__":
 import array
 import hashlib
 import json
-import math
 import os
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
-
-from huggingface.chat_template import parse_messages
 
 BOS, EOS = 1, 2  # of tokenizers trained by dataset.train_tokenizer
 DELIMITERS = (BOS,), (EOS,)  # tokens before and after a document
@@ -56,44 +54,8 @@ PADDING = START - 1  # the token of padding in encoded values
 PAD = ~PADDING  # not a target
 
 Document = tuple[str, str]  # (name, text); the name decides whether it is for validation
-Messages = list[dict[str, Any]]  # {"role": ..., "content": ...}, of parse_messages
 BatchEncode = Callable[[list[str]], list[list[int]]]  # texts to ids, without BOS and EOS
 Fit = Callable[[Sequence[int], int], list[list[int]]]  # (lengths, capacity) -> indices per bin
-
-
-class Conversation(NamedTuple):
-    """Messages, and the tools that their template is given."""
-
-    messages: Messages
-    tools: list[dict[str, Any]] | None = None
-    where: str = ""  # its file and line, for errors
-
-
-class Preference(NamedTuple):
-    """A prompt and two completions of it: strings, or lists of messages."""
-
-    prompt: str | Messages
-    chosen: str | Messages
-    rejected: str | Messages
-    tools: list[dict[str, Any]] | None = None
-    where: str = ""  # its file and line, for errors
-
-
-class Prompt(NamedTuple):
-    """A prompt, and the reference answer of its reward."""
-
-    prompt: str | Messages
-    answer: str
-    tools: list[dict[str, Any]] | None = None
-    where: str = ""  # its file and line, for errors
-
-
-class Question(NamedTuple):
-    """A multiple-choice question. A choice continues the prompt: its leading space is its own."""
-
-    prompt: str
-    choices: list[str]
-    answer: int  # index of the right choice
 
 
 def _check(condition: Any, message: str) -> None:
@@ -216,7 +178,7 @@ def json_objects(path: Path, fields: str) -> Iterator[tuple[str, dict[str, Any]]
                 continue
             found, why = None, ""
             try:
-                found = _parse_json(line.decode("utf-8-sig"))
+                found = parse_json(line.decode("utf-8-sig"))
             except UnicodeDecodeError as e:
                 why = f": byte {e.start} is not UTF-8"
             except UnicodeEncodeError:
@@ -224,14 +186,22 @@ def json_objects(path: Path, fields: str) -> Iterator[tuple[str, dict[str, Any]]
             except (ValueError, RecursionError) as e:  # invalid JSON; too deeply nested
                 why = f": {getattr(e, 'msg', e)}".partition(";")[0]
             _check(isinstance(found, dict), f"{where} is not a JSON object with {fields}{why}")
-            yield where, _without_nulls(found)
+            yield where, without_nulls(found)
 
 
-def _parse_json(text: str) -> Any:
+def without_nulls(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def parse_json(text: str) -> Any:
     value = json.loads(text)
     if "\\ud" in text.lower():  # raise on an unpaired surrogate
         json.dumps(value, ensure_ascii=False).encode()
     return value
+
+
+NOT_OF_TEXT = frozenset("messages tools weight chosen rejected".split())
+_warned: set[Path] = set()  # files whose fields beside "text" have been named on stderr
 
 
 def _jsonl(path: Path) -> Iterator[Document]:
@@ -289,221 +259,6 @@ def split_documents(docs: list[Document]) -> tuple[list[str], list[str]]:
         texts = [texts[0][: -len(texts[0]) // 16], texts[0][-len(texts[0]) // 16 :]]
     n = max(1, len(texts) // 16)
     return texts[:-n], texts[-n:]
-
-
-# --------------------------------------------------------------------------------------------------
-# JSONL of conversations, preferences, prompts and questions
-# --------------------------------------------------------------------------------------------------
-
-# Fields that describe a line and are ignored; other unknown fields of chats and pairs are errors
-METADATA = frozenset(
-    "id prompt_id source category url language license timestamp meta metadata score_chosen "
-    "score_rejected chosen_model rejected_model".split()
-)
-NOT_OF_TEXT = frozenset("messages tools weight chosen rejected".split())
-# of messages in training data; parse_messages does not know them
-TRAINING_FIELDS = {"weight", "tool_calls", "tool_call_id"}
-# another role, such as "Assistant" or "gpt", would silently be no target
-ROLES = "system developer user assistant tool function ipython observation".split()
-TOOL_FIELDS = {"type": str, "function": dict}
-CALL_FIELDS = {"id": str, **TOOL_FIELDS}
-FUNCTION_FIELDS = {
-    "name": str, "description": str, "parameters": dict, "strict": bool, "return": dict,
-}  # fmt: skip
-_KINDS = {
-    str: "a string", list: "a list of messages", int: "a number", float: "a number",
-    dict: "an object", bool: "true or false",
-}  # fmt: skip
-_warned: set[Path] = set()  # files whose fields beside "text" have been named on stderr
-
-
-def _field(where: str, found: Mapping[str, Any], name: str, *kinds: type) -> Any:
-    """found[name], checked to be of one of the kinds and not empty; a list is one of messages."""
-    expected = " or ".join(dict.fromkeys(_KINDS[kind] for kind in kinds))
-    if name not in found:
-        others = f" (only {list_some([f'{other!r:.40}' for other in found])})" if found else ""
-        raise ValueError(f'{where}: has no "{name}"{others}; give {expected}')
-    value = found[name]
-    ok = isinstance(value, kinds) and not isinstance(value, bool)
-    _check(ok, f'{where}: "{name}" must be {expected}, not {type(value).__name__}')
-    _check(value not in ("", []), f'{where}: "{name}" is empty')
-    return _messages(f"{where}: {name}", value) if isinstance(value, list) else value
-
-
-def _messages(where: str, value: list[Any]) -> Messages:
-    """Messages of OpenAI's fine-tuning format: as parse_messages has them, with "weight" and tool
-    calls, whose content may be null."""
-    plain, training = [], []  # what parse_messages reads, and TRAINING_FIELDS
-    for i, message in enumerate(value):
-        ok = isinstance(message, dict)
-        _check(ok, f"{where}[{i}] must be an object with role and content")
-        given = _without_nulls(message)
-        training.append({name: given.pop(name) for name in TRAINING_FIELDS & given.keys()})
-        content = {"content": ""} if training[-1].get("tool_calls") else {}
-        plain.append(content | given)
-    try:
-        parsed = parse_messages(plain)
-    except ValueError as e:
-        raise ValueError(where + str(e).removeprefix("messages")) from None
-    for i, (message, fields) in enumerate(zip(parsed, training)):
-        role = message["role"]
-        known = ", ".join(ROLES)
-        _check(role in ROLES, f"{where}[{i}].role {role!r:.40} is not known; known: {known}")
-        _add_own_fields(f"{where}[{i}]", message, fields)
-        if value[i].get("content") is None:
-            del message["content"]
-    return parsed
-
-
-def _without_nulls(found: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def _add_own_fields(where: str, message: dict[str, Any], fields: Mapping[str, Any]) -> None:
-    """Check OWN_FIELDS, and add them to a message. The arguments of calls become objects, which
-    templates expect."""
-    weight, calls = fields.get("weight", 1), fields.get("tool_calls", [])
-    for name, given in (("tool_calls", calls), ("weight", "weight" in fields)):
-        ok = not given or message["role"] == "assistant"
-        _check(ok, f"{where}.{name} is a field of messages of the assistant")
-    ok = type(weight) is int and weight in (0, 1)
-    _check(ok, f"{where}.weight must be 0 or 1, not {weight!r:.20}")
-    _check(isinstance(calls, list), f"{where}.tool_calls must be a list")
-    ok = isinstance(fields.get("tool_call_id", ""), str)
-    _check(ok, f"{where}.tool_call_id must be text")
-    calls = [_tool_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(calls)]
-    message |= {**fields, "tool_calls": calls}
-    if not calls:
-        del message["tool_calls"]
-
-
-def _tool_call(where: str, call: Any) -> dict[str, Any]:
-    """A call of a function, with its arguments as an object."""
-    call = _function(where, call, CALL_FIELDS, {"name": str, "arguments": object})
-    given = call["function"].get("arguments", {})
-    try:
-        arguments = _parse_json(given) if isinstance(given, str) else given
-    except (ValueError, RecursionError):
-        arguments = None
-    ok = isinstance(arguments, dict)
-    _check(ok, f"{where}.function.arguments must be a JSON object, or one as a string")
-    return call | {"function": call["function"] | {"arguments": arguments}}
-
-
-def _function(
-    where: str, value: Any, fields: Mapping[str, type], inner: Mapping[str, type]
-) -> dict[str, Any]:  # fmt: skip
-    """A tool or a call, checked and without nulls. fields, inner: the types of its own fields, and
-    of those of its "function"."""
-    _check(isinstance(value, dict), f"{where} must be an object")
-    outer = _without_nulls(value)
-    ok = outer.get("type", "function") == "function" and isinstance(outer.get("function"), dict)
-    _check(ok, f"{where}: must have the type function, and an object function")
-    function = _without_nulls(outer["function"])
-    for at, given, types in ((where, outer, fields), (f"{where}.function", function, inner)):
-        for name, content in given.items():
-            known = ", ".join(types)
-            _check(name in types, f"{at}.{name} is not supported; supported: {known}")
-            if not isinstance(content, types[name]):
-                raise ValueError(f"{at}.{name} must be {_KINDS[types[name]]}")
-    _check("name" in function, f"{where}.function.name must be a string")
-    return outer | {"function": function}
-
-
-def _tools(where: str, found: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """found["tools"], checked; None if there are none."""
-    tools = found.get("tools", [])
-    _check(isinstance(tools, list), f'{where}: "tools" must be a list')
-    parsed = []
-    for i, tool in enumerate(tools):
-        parsed.append(_function(f"{where}: tools[{i}]", tool, TOOL_FIELDS, FUNCTION_FIELDS))
-    return parsed or None
-
-
-def _unweighted(where: str, found: Mapping[str, Any], name: str) -> str | Messages:
-    """A field that is text or messages; "weight" is for conversations alone."""
-    text = _field(where, found, name, str, list)
-    if isinstance(text, list):
-        for i, message in enumerate(text):
-            _check("weight" not in message, f"{where}: {name}[{i}].weight is for --task sft")
-    return text
-
-
-def _prompt(where: str, found: Mapping[str, Any], name: str) -> str | Messages:
-    """A prompt, after which a turn of the assistant begins."""
-    prompt = _unweighted(where, found, name)
-    ends = isinstance(prompt, list) and prompt[-1]["role"] == "assistant"
-    fix = "the answer is a turn of its own; end the prompt with a turn before it"
-    _check(not ends, f"{where}: {name}[-1] is a turn of the assistant, but {fix}")
-    return prompt
-
-
-def _read_items(
-    path: Path, fields: Sequence[str], what: str, parse: Callable[[str, dict[str, Any]], Any]
-) -> list[Any]:
-    """parse("FILE: line N", object) of each line of JSONL, which has the fields, or some of them,
-    and METADATA. ValueError names file, line, field."""
-    items, names = [], " and ".join(f'"{name}"' for name in fields if name != "tools")
-    for where, found in json_objects(path, names):
-        items.append(parse(where, found))
-        if unknown := found.keys() - {*fields, *METADATA}:
-            known = ", ".join(fields)
-            raise ValueError(f'{where}: unknown field "{min(unknown)}" (known: {known}); remove it')
-    _check(items, f"{path}: holds no {what}")
-    return items
-
-
-def read_conversations(path: Path) -> list[Conversation]:
-    """Conversations of JSONL with "messages" and, optionally, "tools"."""
-
-    def parse(where: str, found: dict[str, Any]) -> Conversation:
-        messages = _field(where, found, "messages", list)
-        return Conversation(messages, _tools(where, found), where)
-
-    return _read_items(path, ("messages", "tools"), "conversations", parse)
-
-
-def read_preferences(path: Path) -> list[Preference]:
-    """Pairs of JSONL with "prompt" (or "messages"), "chosen", "rejected" and, optionally,
-    "tools"."""
-
-    def parse(where: str, found: dict[str, Any]) -> Preference:
-        both = "messages" in found and "prompt" in found
-        _check(not both, f'{where}: has both "prompt" and "messages"; remove one')
-        prompt = _prompt(where, found, "messages" if "messages" in found else "prompt")
-        replies = [_unweighted(where, found, name) for name in ("chosen", "rejected")]
-        return Preference(prompt, *replies, _tools(where, found), where)
-
-    fields = "prompt", "messages", "chosen", "rejected", "tools"
-    return _read_items(path, fields, "pairs", parse)
-
-
-def read_prompts(path: Path) -> list[Prompt]:
-    """Prompts of JSONL with "prompt", "answer" and, optionally, "tools"."""
-
-    def parse(where: str, found: dict[str, Any]) -> Prompt:
-        prompt = _prompt(where, found, "prompt")
-        answer = _field(where, found, "answer", str, int, float)
-        finite = isinstance(answer, str) or math.isfinite(answer)
-        _check(finite, f'{where}: "answer" must be a finite number, not {answer}')
-        return Prompt(prompt, str(answer), _tools(where, found), where)
-
-    return _read_items(path, ("prompt", "answer", "tools"), "prompts", parse)
-
-
-def read_questions(path: Path) -> list[Question]:
-    """Multiple-choice questions of JSONL with "prompt", "choices" and "answer"."""
-
-    def parse(where: str, found: dict[str, Any]) -> Question:
-        prompt, answer = _field(where, found, "prompt", str), _field(where, found, "answer", int)
-        choices = found.get("choices")
-        ok = isinstance(choices, list) and all(isinstance(c, str) and c for c in choices)
-        _check(ok and len(choices) > 1, f'{where}: "choices" must be two or more texts, none empty')
-        ok = 0 <= answer < len(choices)
-        _check(ok, f'{where}: "answer" must be from 0 to {len(choices) - 1}, not {answer}')
-        return Question(prompt, choices, answer)
-
-    return _read_items(path, ("prompt", "choices", "answer"), "questions", parse)
 
 
 # --------------------------------------------------------------------------------------------------

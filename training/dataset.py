@@ -29,16 +29,38 @@ from huggingface.chat_template import load_chat_template
 from huggingface.tokenizer import Tokenizer, eos_ids, load_tokenizer
 from huggingface.weights import write_atomically
 from model import ModelConfig
-from training.dist_env import DistEnv, rank0_first, same_on_all_ranks
 from training import shards
-from training.chats import chat_rows, padding_hint
+from training.chats import Messages, chat_rows, padding_hint, read_conversations
 from training.config import TrainConfig
-from training.data import BOS, EOS, Delimiters, Messages, document_delimiters, get_batch
-from training.data import is_padding, is_validation, list_some, read_conversations, read_tokens
-from training.data import split_documents, stream_documents, training_documents
-from training.data import validation_documents, write_tokens
-from training.run_folder import TOKEN_FILES, TOKENIZERS, checkpoint_files, copy_files, file_hash
-from training.run_folder import folder_hash, read_inputs, record_files, verify_files, verify_input
+from training.data import (
+    BOS,
+    EOS,
+    Delimiters,
+    document_delimiters,
+    get_batch,
+    is_padding,
+    is_validation,
+    list_some,
+    read_tokens,
+    split_documents,
+    stream_documents,
+    training_documents,
+    validation_documents,
+    write_tokens,
+)
+from training.dist_env import DistEnv, rank0_first, same_on_all_ranks
+from training.run_folder import (
+    TOKEN_FILES,
+    TOKENIZERS,
+    checkpoint_files,
+    copy_files,
+    file_hash,
+    folder_hash,
+    read_inputs,
+    record_files,
+    verify_files,
+    verify_input,
+)
 
 # Used if --init has no chat template; BOS and EOS are replaced by the names of those of documents
 DEFAULT_CHAT_TEMPLATE = """BOS{% for m in messages %}<{{ m['role'] }}>

@@ -43,6 +43,7 @@ from huggingface.tokenizer import Tokenizer
 from huggingface.weights import load_checkpoint
 from model import Attend, Transformer, causal_attention
 from training.chats import (
+    Preference,
     Render,
     as_messages,
     assistant_spans,
@@ -51,10 +52,11 @@ from training.chats import (
     has_targets,
     map_items,
     padding_hint,
+    read_preferences,
     with_tools,
 )
 from training.config import TrainConfig
-from training.data import IGNORE, Preference, decode, is_padding, pack_rows, read_preferences
+from training.data import IGNORE, decode, is_padding, pack_rows
 from training.dataset import load_chat, train_val_split
 from training.dist_env import DistEnv
 from training.lora import adapter_parameters, disable_adapters

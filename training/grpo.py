@@ -53,9 +53,17 @@ from generation.sampling import RowSampler
 from huggingface.tokenizer import eos_ids
 from model import Attend, Transformer, causal_attention
 from paged_kv import Engine, PagedKVCache, SamplingParams
-from training.chats import Render, as_messages, check_rendered, map_items, with_tools
+from training.chats import (
+    Prompt,
+    Render,
+    as_messages,
+    check_rendered,
+    map_items,
+    read_prompts,
+    with_tools,
+)
 from training.config import TrainConfig
-from training.data import Prompt, encode_row, read_prompts
+from training.data import encode_row
 from training.dataset import load_chat, train_val_split
 from training.dist_env import DistEnv
 from training.dpo import (
