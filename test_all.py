@@ -130,11 +130,10 @@ from planner import auto_sharding, cost_model, datacenter
 from parallelism import inference_parallel
 from planner import einsum_model as EM, helix, kernel_model as KM
 from parallelism import kv_parallel as KVP
-from planner import l2_residency as L2R, mixed_cluster, network_topology
+from planner import l2_residency as L2R, mixed_cluster
 from parallelism import pipeline as PL
 from planner import perseus, pipeline_search, __main__ as planner
 from parallelism import quantized_collectives as QC, ring_self_attention as RSA
-from planner import scaling_laws
 from parallelism import schedules as SC
 from planner import search, serving_cost as SCOST, serving_plan as SPLAN
 from parallelism import sharded_attention as SA
@@ -31928,7 +31927,7 @@ def test_planner_needs_the_standard_library_alone():
 
 def site_predictions():
     """(what, predicted, published, the bounds of their ratio): misses have bounds away from 1."""
-    D, N, hours = datacenter, network_topology, datacenter.mtbf_hours
+    D, N, hours = datacenter, datacenter, datacenter.mtbf_hours
     link = lambda years: 1000 / (years * 365)  # failures per 1000 link-days
     # Patterson et al., arXiv:2104.10350, table 4: chips, days, measured watts of a chip and its
     # share of the server, PUE, kg of CO2e per kWh (gross). Days have two or three digits
@@ -31993,7 +31992,7 @@ def test_site_networks_have_the_published_counts():
     and 128 ports), which is 40 to 80% fewer switches. An all-to-all takes 8.2 to 11.2% longer.
     SemiAnalysis: 64 ports and three tiers join 65,536 GPUs; 128 ports join 100,000 in three tiers
     rather than four, which have a third more transceivers."""
-    N, saved, fewer = network_topology, [], []
+    N, saved, fewer = datacenter, [], []
     for radix in (64, 128):
         full, rail = N.rail_optimized(32768, radix, 256), N.rail_only(32768, radix, 256)
         assert N.clos(32768, radix, 256).cost == full.cost
@@ -32020,7 +32019,7 @@ def test_site_hpn_has_the_published_sizes():
     network of the same switches has three, 245,760 in all; leaves with 1.067:1 and aggregation
     switches with 15:1 between down and up; a job crashes once or twice a month with one leaf per
     NIC (here: on 2 or 3 thousand GPUs), and hardly with two."""
-    N = network_topology
+    N = datacenter
     assert [N.hpn(n).tiers for n in (1024, 1032, 15360, 15368, 245760)] == [1, 2, 2, 3, 3]
     assert N.clos(15360, 128, 8).tiers == 3
     assert round(N.HPN_HOSTS * 200 / (N.HPN_UPLINKS * 400), 3) == 1.067
@@ -32052,22 +32051,22 @@ def test_site_scaling_laws_beside_published_tables():
         (5.76e23, 67e9, 1.5e12), (3.85e24, 175e9, 3.7e12), (9.90e24, 280e9, 5.9e12),
         (3.43e25, 520e9, 11.0e12), (1.27e26, 1e12, 21.2e12), (1.30e28, 10e12, 216.2e12),
     ):  # fmt: skip
-        laws = scaling_laws.optimal_models(flops)
+        laws = datacenter.optimal_models(flops)
         got = laws["chinchilla 1"]
         assert got["parameters"] == pytest.approx(size, rel=0.05)
         assert got["tokens"] == pytest.approx(tokens, rel=0.08)
-        loss = lambda n: scaling_laws.chinchilla_loss(n, flops / 6 / n)
+        loss = lambda n: datacenter.chinchilla_loss(n, flops / 6 / n)
         best = min((size * 1.001**i for i in range(-2000, 500)), key=loss)
         assert laws["chinchilla 3"]["parameters"] == pytest.approx(best, rel=2e-3)
         ratios.append(laws["chinchilla 3"]["parameters"] / size)
     assert ratios == sorted(ratios, reverse=True)
     assert (ratios[0], ratios[3], ratios[-1]) == pytest.approx((0.77, 0.48, 0.30), abs=0.03)
     many = 1e30
-    half = scaling_laws.kaplan_loss(2e9, many) / scaling_laws.kaplan_loss(1e9, many)
+    half = datacenter.kaplan_loss(2e9, many) / datacenter.kaplan_loss(1e9, many)
     assert half == pytest.approx(2**-0.076, rel=1e-6)
-    assert scaling_laws.kaplan_loss(many, 5.4e12) == pytest.approx(10**0.095, rel=1e-3)
-    one = scaling_laws.PF_DAY
-    got = [scaling_laws.optimal_models(k * one)["kaplan"]["parameters"] for k in (1, 1000)]
+    assert datacenter.kaplan_loss(many, 5.4e12) == pytest.approx(10**0.095, rel=1e-3)
+    one = datacenter.PF_DAY
+    got = [datacenter.optimal_models(k * one)["kaplan"]["parameters"] for k in (1, 1000)]
     assert got == pytest.approx([1.3e9, 1.3e9 * 1000**0.73])
 
 
@@ -32112,7 +32111,7 @@ def test_site_networks_equal_their_graphs(radix, tiers, domain):
     """Full networks built link by link: switches, transceivers, ports within the radix, and the
     switches between all GPUs of other domains, found breadth first, with NVLink where a rail must
     be changed or a leaf can be kept."""
-    N, half = network_topology, radix // 2
+    N, half = datacenter, radix // 2
     n = 2 * half**tiers
     rails = sorted(range(n), key=lambda g: (g // domain // half, g % domain, g // domain % half))
     graphs = {"clos": site_clos_graph(range(n), radix, tiers)}
@@ -32137,8 +32136,8 @@ def test_site_networks_equal_their_graphs(radix, tiers, domain):
 @pytest.mark.parametrize("radix, nodes, domain", [(4, 8, 2), (8, 8, 4), (4, 16, 4)])
 def test_site_rail_only_is_a_clos_network_per_rail(radix, nodes, domain):
     """Counts, and the way between two nodes, over NVLink first to the rail of the other GPU."""
-    net = network_topology.rail_only(nodes * domain, radix, domain)
-    one = network_topology.clos(nodes, radix, 1)
+    net = datacenter.rail_only(nodes * domain, radix, domain)
+    one = datacenter.clos(nodes, radix, 1)
     assert net.switches == domain * one.switches and net.tiers == one.tiers
     assert net.transceivers == domain * one.transceivers
     for a, b in itertools.product(range(domain), range(domain, nodes * domain)):
@@ -32149,7 +32148,7 @@ def test_site_rail_only_is_a_clos_network_per_rail(radix, nodes, domain):
 def test_site_rails_of_few_domains_share_leaves():
     """One switch between GPUs of a leaf that several rails share; a network of many rails has ports
     for all leaves; one domain, or less, is a network too."""
-    N = network_topology
+    N = datacenter
     net = N.rail_optimized(144, 64, 72)  # 16 of 72 rails of two domains to a leaf
     assert (net.switches, net.tiers) == (5 + 3, 2)
     assert [net.path(0, b) for b in (71, 72, 87, 88)] == [(1, 0), (0, 1), (0, 1), (1, 1)]
@@ -32158,7 +32157,7 @@ def test_site_rails_of_few_domains_share_leaves():
         leaves = 2 * net.switches // 3  # of two tiers
         assert net.tiers != 2 or nodes * domain <= leaves * radix // 2 <= radix * radix // 2
     for gpus in (1, 4, 8):
-        rows = N.compare(PLANNER_H100, gpus, 64, (0, gpus - 1))
+        rows = N.compare_networks(PLANNER_H100, gpus, 64, (0, gpus - 1))
         assert all(row["crossed"] == 0 for row in rows)
 
 
@@ -32167,7 +32166,7 @@ def test_site_all_to_all_counts_every_byte(name):
     """Bytes of all pairs, by the link that they leave on: NICs and NVLink at once, and forwarding
     over NVLink before; without latency."""
     n, domain, size = 48, 4, 1e9
-    net = getattr(network_topology, name)(n, 8, domain)
+    net = getattr(datacenter, name)(n, 8, domain)
     device = replace(PLANNER_H100, node=domain, alpha=(0, 0))
     nvlink, nic, forwarded = Counter(), Counter(), Counter()
     for a, b in itertools.permutations(range(n), 2):

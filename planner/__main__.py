@@ -10,7 +10,7 @@ The program alone; the formulas lie beside it, by topic:
     serve     serving_plan.py, serving_cost.py
     simulate  simulate.py, simulated_replica.py, simulated_pools.py; colocation.py, time_sharing.py;
               variants.py, variant_simulator.py
-    site      datacenter.py, network_topology.py, scaling_laws.py
+    site      datacenter.py
     search    search.py, auto_sharding.py, uneven_sharding.py, helix.py, spindle.py,
               pipeline_search.py, perseus.py, mixed_cluster.py, solvers.py
     kernel    kernel_model.py, einsum_model.py, l2_residency.py
