@@ -1,24 +1,21 @@
-"""Speculative decoding: drafters, lossless verification, draft trees.
+"""Speculative decoding: drafters and lossless verification.
 
 A decode step reads every weight to make one token, and could run several tokens in nearly the same
 time. So a cheap *drafter* proposes the next k tokens, the model runs all of them in one forward, as
 in prefill, and rejection sampling accepts a prefix such that the output keeps exactly the model's
 distribution (Leviathan et al., arXiv:2211.17192; Chen et al., arXiv:2302.01318). Rejected drafts
-are removed by truncating the KV cache. Three parts:
+are removed by truncating the KV cache. Two parts:
 
     verification  draft d is accepted with probability min(1, p(d) / q(d)); the first rejected one
                   is replaced by a sample of norm(max(p - q, 0)), and if all are accepted one more
                   token is sampled from p. p and q are target and draft distributions after
                   temperature, top-k, top-p and penalties; with greedy decoding each is one token.
-    trees         several continuations in one forward: each node attends to its ancestors only, and
-                  verification tries siblings in turn on the residual of p (SpecInfer,
-                  arXiv:2305.09781).
     drafters      n-gram lookup in the context (LLMA, arXiv:2304.04487), a smaller model, the first
                   layers of the target, multi-token prediction (DeepSeek-V3, arXiv:2412.19437, 2.2),
-                  a trained head (EAGLE, arXiv:2401.15077), or one drafter inside another (staged,
-                  arXiv:2308.04623).
+                  or a trained head (EAGLE, arXiv:2401.15077).
 
-generation/speculation_length.py chooses how many drafts a step has.
+generation/speculation_length.py chooses how many drafts a step has, generation/draft_trees.py has
+several continuations in one forward.
 
 k drafts with acceptance rate a give (1 - a^(k+1)) / (1 - a) tokens per step of the model. When it
 loses: in large batches, whose steps are compute-bound; where a draft costs much of a step (small
@@ -32,23 +29,18 @@ token. Drafts *sampled* from q and verified by rejection sampling are accepted m
 the output's distribution is the same.
 
 Hook: drafters are callables, `propose(context, k) -> tokens, probs`; batched ones have
-`propose_batch` and run their model through a DraftRunner; `tree_attend` is the model's attend
-callable. Equivalence (test_all.py): greedy output == plain decoding's for every drafter and cache;
-sampled output against the exact distribution by chi-square, which wrong rules fail; tree logits ==
-each path's. Needs: torch; `python speculative.py` checks itself and prints what verification and
+`propose_batch` and run their model through a DraftRunner. Equivalence (test_all.py): greedy output == plain decoding's for every drafter and cache;
+sampled output against the exact distribution by chi-square, which wrong rules fail. Needs: torch; `python speculative.py` checks itself and prints what verification and
 drafting cost.
 
-Shapes: B rows, K drafts, N nodes of a tree, V vocabulary, C model width.
+Shapes: B rows, K drafts, V vocabulary, C model width.
 """
 
 from __future__ import annotations
 
-import heapq
-import math
 from array import array
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -135,167 +127,6 @@ def _residual(p: Tensor, q: Tensor) -> Tensor:
 def _gather_last(x: Tensor, ids: Tensor) -> Tensor:
     """x (..., V), ids (...) -> (...)"""
     return x.gather(-1, ids[..., None])[..., 0]
-
-
-# --------------------------------------------------------------------------------------------------
-# Trees
-# --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Tree:
-    """A draft tree: the parent of each node, -1 for the root, which is the last accepted token.
-
-    A parent precedes its children, and siblings are ordered by rank: a node's first child is the
-    drafter's first choice. In tensors the root is 0 and node i is i + 1. ValueError otherwise.
-    """
-
-    parents: tuple[int, ...]
-
-    def __post_init__(self):
-        for i, parent in enumerate(self.parents):
-            if not -1 <= parent < i:
-                raise ValueError(f"parents[{i}] must be from -1 to {i - 1}, not {parent}")
-
-    @classmethod
-    def chain(cls, k: int) -> Tree:
-        """A sequence of k drafts."""
-        return cls(tuple(range(-1, k - 1)))
-
-    @cached_property
-    def depths(self) -> tuple[int, ...]:
-        found: list[int] = []
-        for parent in self.parents:
-            found.append(found[parent] + 1 if parent >= 0 else 1)
-        return tuple(found)
-
-    @cached_property
-    def ranks(self) -> tuple[int, ...]:
-        return tuple(self.parents[:i].count(parent) for i, parent in enumerate(self.parents))
-
-    @property
-    def depth(self) -> int:
-        return max(self.depths, default=0)
-
-    @cached_property
-    def mask(self) -> Tensor:
-        """(N + 1, N + 1) bool: [i, j] where j is i or an ancestor of i."""
-        mask = torch.eye(len(self.parents) + 1, dtype=torch.bool)
-        for i, parent in enumerate(self.parents):
-            mask[i + 1] |= mask[parent + 1]
-        return mask
-
-
-def best_tree(acceptance: Sequence[float], nodes: int) -> Tree:
-    """The tree of `nodes` nodes with the most accepted tokens on average, if a node's child of rank
-    r is accepted with probability acceptance[r], descending: a node's value is the product along
-    its path, and the best are added greedily (Sequoia, arXiv:2402.12374, without depth terms)."""
-    found: list[tuple[int, int, int]] = []  # (depth, parent's number in this list or -1, rank)
-    heap = [(-acceptance[0], 1, -1, 0)]
-    while len(found) < nodes:
-        value, level, parent, rank = heapq.heappop(heap)
-        found.append((level, parent, rank))
-        of_parent = value / acceptance[rank] if acceptance[rank] else 0.0
-        if rank + 1 < len(acceptance):
-            heapq.heappush(heap, (of_parent * acceptance[rank + 1], level, parent, rank + 1))
-        heapq.heappush(heap, (value * acceptance[0], level + 1, len(found) - 1, 0))
-    number, parents = {-1: -1}, []
-    order = sorted(range(len(found)), key=lambda i: found[i][0])  # stable: siblings by rank
-    for new, i in enumerate(order):
-        number[i] = new
-        parents.append(number[found[i][1]])
-    return Tree(tuple(parents))
-
-
-def accept_tree(
-    target: Tensor, draft: Tensor | None, tokens: Tensor, uniform: Tensor, tree: Tree
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Verification of a tree (multi-step speculative sampling, arXiv:2305.09781, algorithm 2): a
-    node's children are tried by rank; a rejected one replaces p by the residual of p and q, and is
-    removed from q; the first accepted one is the next node.
-
-    target (B, N + 1, V); draft (B, N + 1, V), the q that a node's children were sampled from
-    without replacement, None if they are deterministic; tokens, uniform (B, N).
-    -> path (B, depth) of node numbers, -1 past its end; its length n (B,); residual (B, V).
-    """
-    B, N = tokens.shape
-    rows = torch.arange(B, device=tokens.device)
-    target = target.to(torch.promote_types(target.dtype, torch.float32))
-    path = torch.full((B, tree.depth + 1), -1, dtype=torch.long, device=tokens.device)
-    at, n = torch.zeros_like(rows), torch.zeros_like(rows)
-    p, q = target[:, 0], None if draft is None else draft[:, 0].to(target.dtype)
-    for i, parent in enumerate(tree.parents):
-        token, here = tokens[:, i : i + 1], at == parent + 1
-        q_i = torch.ones_like(p[:, 0]) if q is None else q.gather(1, token)[:, 0]
-        here = here & (q_i > 0)  # once q is exhausted, further children were not sampled from it
-        accepted = here & (uniform[:, i] * q_i < p.gather(1, token)[:, 0])
-        residual = p.scatter(1, token, 0) if q is None else _residual(p, q)
-        total = residual.sum(-1, keepdim=True)
-        rejected = (here & ~accepted)[:, None]
-        p = torch.where(rejected & (total > 0), residual / total, p)
-        p = torch.where(accepted[:, None], target[:, i + 1], p)
-        if q is not None:
-            others = q.scatter(1, token, 0)
-            others = others / others.sum(-1, keepdim=True).clamp(min=1e-30)
-            q = torch.where(rejected, others, q)
-            q = torch.where(accepted[:, None], draft[:, i + 1].to(q.dtype), q)
-        path[rows, n] = torch.where(accepted, i, path[rows, n])
-        at, n = torch.where(accepted, i + 1, at), n + accepted
-    return path[:, : tree.depth], n, p / p.sum(-1, keepdim=True)
-
-
-def match_tree(sampled: Tensor, tokens: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
-    """count_matches for a tree of deterministic drafts: sampled (B, N + 1) from p after the root
-    and each node; the path follows the child equal to the sampled token. -> path (B, depth) and its
-    length n (B,), as in accept_tree."""
-    B = len(tokens)
-    rows = torch.arange(B, device=tokens.device)
-    path = torch.full((B, tree.depth + 1), -1, dtype=torch.long, device=tokens.device)
-    at, n = torch.zeros_like(rows), torch.zeros_like(rows)
-    for i, parent in enumerate(tree.parents):
-        accepted = (at == parent + 1) & (tokens[:, i] == sampled[rows, at])
-        path[rows, n] = torch.where(accepted, i, path[rows, n])
-        at, n = torch.where(accepted, i + 1, at), n + accepted
-    return path[:, : tree.depth], n
-
-
-def tree_attend(
-    cache: Any, tree: Tree, base: Tensor, nodes: Tensor, limit: int | None = None
-) -> Callable[..., Tensor]:
-    """The attend hook for a draft tree: all nodes, or some whose ancestors were run before.
-
-    base (B,): the root's position. nodes (T,): nodes to run, 0 the root, i + 1 node i. Node j is
-    stored in slot base + j, since siblings share a position, and attends to all tokens before the
-    root, its ancestors and itself. The model's positions are base + depth. cache: an object with
-    update(spec, k, v, slots, limit) -> all keys and values up to limit.
-    """
-    ancestors = tree.mask.to(base.device)[nodes]  # (T, N + 1)
-    depths = torch.tensor((0, *tree.depths), device=base.device)
-    slots = base[:, None] + nodes
-
-    def attend(spec: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
-        keys, values = cache.update(spec, k, v, slots, limit)  # (B, S, Hkv, D)
-        j = torch.arange(keys.shape[1], device=q.device)
-        node = j - base[:, None]  # (B, S): the node in each slot; < 0: a token before the root
-        inside = node.clamp(0, len(depths) - 1)
-        in_tree = ancestors[:, inside].transpose(0, 1) & (node == inside)[:, None]
-        mask = (node < 0)[:, None] | in_tree
-        key_positions = torch.where(node < 0, j, base[:, None] + depths[inside])
-        distance = positions[..., None] - key_positions[:, None]  # (B, T, S)
-        if spec.window is not None:
-            mask = mask & (distance < spec.window)
-        mask = mask[:, None]
-        if spec.alibi_slopes is not None:
-            bias = -spec.alibi_slopes[:, None, None] * distance[:, None]
-            mask = bias.masked_fill(~mask, -math.inf).to(q.dtype)
-        assert all(getattr(spec, x, None) is None for x in ("softcap", "sinks", "sparse"))
-        q, keys, values = q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
-        o = F.scaled_dot_product_attention(
-            q, keys, values, attn_mask=mask, scale=spec.scale, enable_gqa=True
-        )
-        return o.transpose(1, 2)
-
-    return attend
 
 
 # --------------------------------------------------------------------------------------------------
@@ -440,12 +271,6 @@ class ContiguousRunner(DraftRunner):
         before = None if hidden is None else hidden[:, None]
         return self._forward(rows, ids[:, None], at, before)[:, 0]
 
-    def nodes(self, tokens: Tensor, tree: Tree, base: Tensor, nodes: Tensor, limit: int) -> Tensor:
-        """Run nodes (T,) of a tree, tokens (B, T) -> (B, T, C)."""
-        depths = torch.tensor((0, *tree.depths), device=self.device)[nodes]
-        attend = tree_attend(self.cache, tree, base, nodes, limit)
-        return self.forward(tokens, base[:, None] + depths, attend, None)
-
     def _forward(
         self, rows: Sequence[int], tokens: Tensor, starts: list[int], hidden: Tensor | None
     ) -> Tensor:
@@ -584,11 +409,7 @@ class DraftModel(Drafter):
         self.ahead = prefix + tokens, q
 
     def _draft(
-        self,
-        rows: Sequence[Row],
-        contexts: Sequence[list[int]],
-        ks: Sequence[int],
-        first: int = 0,
+        self, rows: Sequence[Row], contexts: Sequence[list[int]], ks: Sequence[int], first: int = 0
     ) -> list[Proposal]:
         h = self.read(rows, contexts)[:, 0]
 
@@ -719,136 +540,6 @@ class HeadDrafter(Drafter):
         ids = torch.tensor([context[-1] for context in contexts], device=h.device)
         follow = lambda h, ids, i: self.step(h, self.embed(ids))
         return self._chain(rows, ks, follow(h, ids, 0), follow)
-
-
-class TreeDrafter:
-    """A draft model's tree: its top tokens, or samples without replacement, one level per forward.
-
-    With `inner`, such as NGram, drafting itself is speculative (staged, arXiv:2308.04623): a
-    forward also runs inner's guess of what follows each node. A child that was guessed needs no
-    forward of its own, so that a forward makes one level or more. One sequence at a time.
-
-    children(logits (B, W, V), m, i) -> ids (B, W, m) by rank, q (B, W, V) or None.
-    """
-
-    def __init__(
-        self,
-        model: DraftModel,
-        children: Callable[..., tuple[Tensor, Tensor | None]],
-        inner: Callable[[list[int], int], Proposal] | None = None,
-    ):
-        self.model, self.children, self.inner = model, children, inner
-
-    def propose_tree(
-        self, rows: Sequence[Row], contexts: Sequence[list[int]], tree: Tree
-    ) -> tuple[Tensor, Tensor | None]:
-        """Tokens (B, N) and, if they were sampled, the q (B, N + 1, V) of each node's children."""
-        run, N = _TreeRun(self.model, rows, contexts, tree, self.inner), len(tree.parents)
-        tokens = torch.zeros(len(rows), N, dtype=torch.long, device=run.base.device)
-        probs: Tensor | None = None
-        waiting, depths = [-1] if N else [], (0, *tree.depths)
-        while waiting:
-            run.forward(waiting, tokens)
-            ready, waiting = waiting, []
-            for depth in range(tree.depth):
-                level = [node for node in ready if depths[node + 1] == depth]
-                if not level:
-                    continue
-                new = [i for i, parent in enumerate(tree.parents) if parent in level]
-                m = 1 + max(tree.ranks[i] for i in new)
-                ids, q = self.children(run.logits_of(level), m, depth)
-                parents = [level.index(tree.parents[i]) for i in new]
-                tokens[:, new] = ids[:, parents, [tree.ranks[i] for i in new]]
-                if q is not None:
-                    shape = len(rows), N + 1, q.shape[-1]
-                    probs = q.new_zeros(shape) if probs is None else probs
-                    probs[:, [i + 1 for i in level]] = q
-                for node in new:
-                    if node in run.reach:
-                        (ready if run.was_guessed(node, tokens) else waiting).append(node)
-        for row, context in zip(rows, contexts):
-            # the tree's drafts are in other cache slots than their positions: not reusable
-            self.model.cached_tokens[row] = list(context)
-        return tokens, probs
-
-
-class _TreeRun:
-    """The forwards of a draft model for one tree. Its cache has the tree's nodes with children, and
-    guesses, at most 2 N, in the order in which they were run: the nodes of a tree of its own."""
-
-    def __init__(
-        self,
-        model: DraftModel,
-        rows: Sequence[Row],
-        contexts: Sequence[list[int]],
-        tree: Tree,
-        inner: Callable[[list[int], int], Proposal] | None,
-    ):
-        self.model, self.rows, self.contexts, self.tree = model, rows, contexts, tree
-        self.inner = inner
-        self.base = torch.tensor([len(c) - 1 for c in contexts], device=model.runner.device)
-        self.parents: list[int] = []  # in the cache's tree
-        self.entries = {-1: -1}  # a node of `tree` -> its node in the cache
-        self.guesses: dict[tuple[int, int], int] = {}  # parent and token -> node in the cache
-        self.logits: list[Tensor] = []  # (B, V) after the context and each node in the cache
-        self.reach = {-1: 0}  # of each node with children: levels of such nodes below it
-        for node in sorted(set(tree.parents) - {-1}, reverse=True):
-            parent, below = tree.parents[node], self.reach.setdefault(node, 0)
-            self.reach[parent] = max(self.reach.get(parent, 0), below + 1)
-
-    def forward(self, nodes: list[int], tokens: Tensor) -> None:
-        """Run the root, or nodes whose parents were run, and the guesses of what follows each.
-        tokens: (B, N) of the tree."""
-        first = len(self.parents)
-        is_root = nodes == [-1]
-        for node in () if is_root else nodes:
-            self.entries[node] = self._add(self.entries[self.tree.parents[node]])
-        guessed = [] if self.inner is None else self._guess(nodes, tokens[0].tolist())
-        if is_root:
-            h = self.model.read(self.rows, self.contexts, guessed)
-        else:
-            self.model.forwards += 1
-            ids = torch.cat((tokens[:, nodes], tokens.new_tensor([guessed] * len(tokens))), 1)
-            new = torch.arange(first + 1, len(self.parents) + 1, device=ids.device)
-            limit = max(map(len, self.contexts)) + len(self.parents)
-            h = self.model.runner.nodes(ids, _tree(tuple(self.parents)), self.base, new, limit)
-        self.logits += self.model.head(h).unbind(1)
-
-    def logits_of(self, nodes: list[int]) -> Tensor:
-        """(B, W, V) after W nodes that were run."""
-        return torch.stack([self.logits[self.entries[node] + 1] for node in nodes], 1)
-
-    def was_guessed(self, node: int, tokens: Tensor) -> bool:
-        """Whether a node's token was run as a guess after its parent: then it is such a node."""
-        if self.inner is None:
-            return False
-        key = self.entries[self.tree.parents[node]], int(tokens[0, node])
-        if key in self.guesses:
-            self.entries[node] = self.guesses[key]
-        return key in self.guesses
-
-    def _add(self, parent: int) -> int:
-        self.parents.append(parent)
-        return len(self.parents) - 1
-
-    def _guess(self, nodes: list[int], tokens: list[int]) -> list[int]:
-        """Tokens of the guesses after all nodes."""
-        found: list[int] = []
-        for node in nodes:
-            path, at = [], node
-            while at >= 0:
-                path, at = [tokens[at], *path], self.tree.parents[at]
-            missing = len(self.reach) - len(self.entries)
-            room = 2 * len(self.tree.parents) - len(self.parents) - missing
-            guess = self.inner(self.contexts[0] + path, min(self.reach[node], room))[0]
-            at = self.entries[node]
-            for token in guess:
-                self.guesses[at, token] = at = self._add(at)
-            found += guess
-        return found
-
-
-_tree = lru_cache(Tree)  # with its mask
 
 
 # --------------------------------------------------------------------------------------------------

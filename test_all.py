@@ -155,7 +155,7 @@ import train as T
 from generation import chat as CHAT, config as GCONF, cpu, cpu_decode
 from serving import cascade as CASCADE
 from generation import decoder_setup as PARTS, speculation_length as DK, drafting as D
-from generation import early_exit as EE
+from generation import draft_trees as TREES, early_exit as EE
 from generation import energy as ENERGY, gpu_report as REPORT, json_schema as JS
 from serving import evaluate as EVAL
 from generation import kv_eviction as KS, load as LOAD
@@ -7504,7 +7504,7 @@ def spec_rule(target, draft, tokens, uniform, tree, lengths=INF, wrong=""):
 
 def spec_accept(target, draft, tokens, uniform, tree, lengths=None):
     """`accept`, of a chain, in the form of accept_tree."""
-    assert tree == E.Tree.chain(tokens.shape[1])
+    assert tree == TREES.Tree.chain(tokens.shape[1])
     draft = None if draft is None else draft[:, :-1]
     n, rest = E.accept(target, draft, tokens, uniform, lengths)
     steps = torch.arange(tokens.shape[1]).expand_as(tokens)
@@ -7554,10 +7554,10 @@ SPEC_WRONG_IF_SAMPLED = "target alone", "q not normalised", "with replacement"
 def test_spec_rules_preserve_the_distribution(parents, greedy_draft):
     """All tokens of a step follow the target exactly, for any zeros in p and q; so do those of the
     reference, and those of nine plausible mistakes do not."""
-    tree, is_chain = E.Tree(parents), parents in SPEC_CHAINS
+    tree, is_chain = TREES.Tree(parents), parents in SPEC_CHAINS
     for keep_p, keep_q in [(3, 4), *[(3, 2), (1, 4), (4, 1)][: 3 * is_chain], (None, None)]:
         p, q = spec_tables(5, 4, 61, keep_p), spec_tables(5, 4, 62, keep_q)
-        for rule in [spec_accept, E.accept_tree] if is_chain else [E.accept_tree]:
+        for rule in [spec_accept, TREES.accept_tree] if is_chain else [TREES.accept_tree]:
             assert spec_p_value(rule, tree, p, q, 20_000, 63, greedy_draft) > SPEC_RIGHT
     if is_chain and not greedy_draft:
         assert spec_p_value(spec_one_by_one, tree, p, q, 3_000, 24) > SPEC_RIGHT
@@ -7568,7 +7568,7 @@ def test_spec_rules_preserve_the_distribution(parents, greedy_draft):
             assert found < SPEC_WRONG if wrong else found > SPEC_RIGHT, wrong
 
 
-def spec_random_tree(rng: random.Random, nodes: int, fanout: int = 3, depth: int = 9) -> E.Tree:
+def spec_random_tree(rng: random.Random, nodes: int, fanout: int = 3, depth: int = 9) -> TREES.Tree:
     """A random tree, its nodes in any order in which a parent precedes its children."""
     parents: list[int] = []
     depths = {-1: 0}
@@ -7578,7 +7578,7 @@ def spec_random_tree(rng: random.Random, nodes: int, fanout: int = 3, depth: int
             break
         parents.append(rng.choice(fits))
         depths[i] = depths[parents[-1]] + 1
-    return E.Tree(tuple(parents))
+    return TREES.Tree(tuple(parents))
 
 
 SPEC_DTYPES = torch.float32, torch.float64, torch.bfloat16
@@ -7587,7 +7587,7 @@ SPEC_DTYPES = torch.float32, torch.float64, torch.bfloat16
 def spec_case(seed: int, **corner) -> SimpleNamespace:
     """A random case of 60 rows: a chain, with lengths and NaN past them, or a tree."""
     rng = random.Random(seed)
-    tree = E.Tree.chain(rng.randint(1, 6)) if seed % 2 else spec_random_tree(rng, 9, 4, 4)
+    tree = TREES.Tree.chain(rng.randint(1, 6)) if seed % 2 else spec_random_tree(rng, 9, 4, 4)
     draws = dict(
         tree=tree,
         v=rng.choice([5, 7, 40]) if tree.depth == len(tree.parents) else 6,
@@ -7599,7 +7599,7 @@ def spec_case(seed: int, **corner) -> SimpleNamespace:
         shrink=1.0,
     )
     c, b = SimpleNamespace(**draws | corner), 60
-    c.is_chain, g = c.tree == E.Tree.chain(len(c.tree.parents)), seeded(seed)
+    c.is_chain, g = c.tree == TREES.Tree.chain(len(c.tree.parents)), seeded(seed)
     nodes = len(c.tree.parents)
     draft = torch.randn(b, nodes + 1, c.v, generator=g).mul(1.5).softmax(-1)
     other = torch.randn(b, nodes + 1, c.v, generator=g).mul(1.5).softmax(-1)
@@ -7631,7 +7631,7 @@ def spec_case(seed: int, **corner) -> SimpleNamespace:
 def spec_check(c: SimpleNamespace) -> torch.Tensor:
     """accept or accept_tree gives the reference's path, n and rest, also strided and in inference
     mode, uses no global generator and does not write to its inputs. Returns n."""
-    rule = partial(spec_accept, lengths=c.lengths) if c.is_chain else E.accept_tree
+    rule = partial(spec_accept, lengths=c.lengths) if c.is_chain else TREES.accept_tree
     expected = spec_rule(*c.rows, c.tree, lengths=c.lengths)
     copies = [x if x is None else x.clone() for x in c.rows]
     strided = [x if x is None else x.transpose(0, 1).contiguous().transpose(0, 1) for x in c.rows]
@@ -7656,7 +7656,7 @@ def spec_check_matches(c: SimpleNamespace, path: torch.Tensor, n: torch.Tensor) 
     """Where the target is certain, verification of the tokens that it samples accepts the same."""
     sampled, tokens = c.rows[0].argmax(-1), c.rows[2]
     whole = c.lengths == len(c.tree.parents)
-    got = E.match_tree(sampled[whole], tokens[whole], c.tree)
+    got = TREES.match_tree(sampled[whole], tokens[whole], c.tree)
     assert got[0].dtype == got[1].dtype == torch.long
     assert torch.equal(got[0], path[whole]) and torch.equal(got[1], n[whole])
     if c.is_chain:
@@ -7665,15 +7665,15 @@ def spec_check_matches(c: SimpleNamespace, path: torch.Tensor, n: torch.Tensor) 
 
 
 SPEC_CORNERS = [
-    dict(tree=E.Tree(())),  # no drafts: plain decoding
-    dict(v=1, tree=E.Tree.chain(4)),
+    dict(tree=TREES.Tree(())),  # no drafts: plain decoding
+    dict(v=1, tree=TREES.Tree.chain(4)),
     dict(uniform=0.0),
     dict(uniform=SPEC_MAX_UNIFORM),
-    dict(uniform=SPEC_MAX_UNIFORM, shrink=1 - 1e-4, one_hot=False, tree=E.Tree((-1,))),
-    dict(uniform=SPEC_MAX_UNIFORM, shrink=1 - 1e-4, one_hot=False, tree=E.Tree((-1, -1))),
+    dict(uniform=SPEC_MAX_UNIFORM, shrink=1 - 1e-4, one_hot=False, tree=TREES.Tree((-1,))),
+    dict(uniform=SPEC_MAX_UNIFORM, shrink=1 - 1e-4, one_hot=False, tree=TREES.Tree((-1, -1))),
     dict(one_hot=True),
     dict(one_hot=True, uniform=SPEC_MAX_UNIFORM),
-    dict(v=4, tree=E.Tree((-1,) * 4)),  # siblings cover the vocabulary
+    dict(v=4, tree=TREES.Tree((-1,) * 4)),  # siblings cover the vocabulary
     dict(broken=math.nan),
     dict(broken=0.0),
 ]
@@ -7720,13 +7720,13 @@ def test_spec_accept_by_hand():
         assert got[0].tolist() == [n] and got[1].tolist() == [rest], (p, q, token)
     # q after its nearly certain first sample is (0, 1, 3, 0) / 4, p is (0, 2, 3, 4) / 9
     target = torch.tensor([0.1, 0.2, 0.3, 0.4]).expand(3, 3, 4)
-    draft, siblings = torch.tensor([1.0, 1e-9, 3e-9, 0.0]).expand(3, 3, 4), E.Tree((-1, -1))
+    draft, siblings = torch.tensor([1.0, 1e-9, 3e-9, 0.0]).expand(3, 3, 4), TREES.Tree((-1, -1))
     uniform = torch.tensor([[0.05, 0.9], [0.5, 0.85], [0.5, 0.92]])
-    path, n, rest = E.accept_tree(target, draft, torch.tensor([[0, 1]] * 3), uniform, siblings)
+    path, n, rest = TREES.accept_tree(target, draft, torch.tensor([[0, 1]] * 3), uniform, siblings)
     assert path.tolist() == [[0], [1], [-1]]
     close(rest, torch.cat([target[:2, 0], torch.eye(4)[3:]]), 1e-4)
     draft = torch.tensor([1.0, 0.0, 0.0, 0.0]).expand(3, 3, 4)  # nothing is left of q
-    path, _, rest = E.accept_tree(target, draft, torch.tensor([[0, 1]] * 3), uniform, siblings)
+    path, _, rest = TREES.accept_tree(target, draft, torch.tensor([[0, 1]] * 3), uniform, siblings)
     assert path.tolist() == [[0], [-1], [-1]] and not rest[1:, 0].any() and rest.isfinite().all()
 
 
@@ -7769,7 +7769,7 @@ def test_spec_tree_properties():
     rng, shapes = random.Random(1), set()
     for k in range(300):
         parents = spec_random_tree(rng, 1 + k % 14, rng.randint(1, 4), rng.randint(1, 6)).parents
-        tree, n = E.Tree(parents), len(parents)
+        tree, n = TREES.Tree(parents), len(parents)
         ancestors = {-1: [-1]}
         for i, parent in enumerate(parents):
             ancestors[i] = [i, *ancestors[parent]]
@@ -7779,14 +7779,14 @@ def test_spec_tree_properties():
         slow = [[j - 1 in ancestors[i - 1] for j in range(n + 1)] for i in range(n + 1)]
         assert tree.mask.dtype == torch.bool and tree.mask.tolist() == slow
         shapes.add(tree)
-    assert len(shapes) > 100 and E.Tree((-1, 0)) == E.Tree((-1, 0)) != E.Tree((-1, -1))
-    assert E.Tree.chain(4).parents == (-1, 0, 1, 2) and E.Tree.chain(0).depth == 0
+    assert len(shapes) > 100 and TREES.Tree((-1, 0)) == TREES.Tree((-1, 0)) != TREES.Tree((-1, -1))
+    assert TREES.Tree.chain(4).parents == (-1, 0, 1, 2) and TREES.Tree.chain(0).depth == 0
     with pytest.raises(FrozenInstanceError):
         tree.parents = (-1,)
 
 
 for parents in [(0,), (-2,), (-1, 1), (-1, 2, 0), (-1, -2), (5, -1), (1, -1)]:
-    REFUSED[f"Tree: parents {parents}"] = partial(E.Tree, parents), r"parents\[\d\] must .*-?\d"
+    REFUSED[f"Tree: parents {parents}"] = partial(TREES.Tree, parents), r"parents\[\d\] must .*-?\d"
 
 
 def spec_all_trees(nodes: int, ranks: int) -> set[frozenset]:
@@ -7812,7 +7812,7 @@ def test_spec_best_tree_equals_brute_force(acceptance):
     value_of = lambda paths: sum(math.prod(acceptance[r] for r in path) for path in paths)
     for nodes in range(7):
         every = spec_all_trees(nodes, len(acceptance))
-        tree, paths = E.best_tree(acceptance, nodes), {-1: ()}
+        tree, paths = TREES.best_tree(acceptance, nodes), {-1: ()}
         for i, (parent, rank) in enumerate(zip(tree.parents, tree.ranks, strict=True)):
             paths[i] = (*paths[parent], rank)
         assert frozenset(paths.values()) - {()} in every
@@ -9259,8 +9259,13 @@ ALONE = [
     ("paged_kv+model", ENGINE, "installed", ""),
 ]
 ALONE_SLOW = [
-    ("calibrate cpu gemm quantize sampling sparse speculative values", "", "installed", TABLE),
-    ("kv_select ratings", "", "installed", TABLE),
+    (
+        "calibrate cpu draft_trees gemm quantize sampling sparse speculative values",
+        "",
+        "installed",
+        TABLE,
+    ),
+    ("kv_eviction ratings", "", "installed", TABLE),
     ("energy", "", "installed", r"no energy counter: |: [\d.]+ W"),
     ("moe", "", "installed missing", r"(.*\n){5}"),
     ("moe", "", "interpreted", r"\A.*\n\Z"),
@@ -10455,7 +10460,7 @@ def five_drafter(*sample, rows: int = 1) -> E.DraftModel:
     return E.DraftModel(E.ContiguousRunner(forward, cache, "cpu", rows), model.head, *sample)
 
 
-def reference_tree(tree: E.Tree) -> tuple[list[int], torch.Tensor]:
+def reference_tree(tree: TREES.Tree) -> tuple[list[int], torch.Tensor]:
     """A tree's tokens, the most likely ones after each path, and the logits after each node."""
     (model, prompt), paths, logits, tokens = five_draft(), {-1: []}, {}, []
     for i, (parent, rank) in enumerate(zip((-2, *tree.parents), (0, *tree.ranks), strict=True)):
@@ -10466,12 +10471,12 @@ def reference_tree(tree: E.Tree) -> tuple[list[int], torch.Tensor]:
     return tokens, torch.stack([*logits.values()])
 
 
-def draft_tree(tree: E.Tree, inner) -> tuple[list[int], torch.Tensor, int]:
+def draft_tree(tree: TREES.Tree, inner) -> tuple[list[int], torch.Tensor, int]:
     """A TreeDrafter's tokens, the logits after nodes with children, and its forwards. After another
     proposal, of the prompt's end, whose nodes are in its cache at other positions."""
     prompt, children = five_draft()[1], lambda x, m, i: (x.topk(m).indices, x)
-    drafter = E.TreeDrafter(five_drafter(), children, inner)
-    first = drafter.propose_tree([0], [prompt[:-2]], E.Tree((-1, -1, 0, 1, 2)))[0]
+    drafter = TREES.TreeDrafter(five_drafter(), children, inner)
+    first = drafter.propose_tree([0], [prompt[:-2]], TREES.Tree((-1, -1, 0, 1, 2)))[0]
     assert first[0, [0, 2]].tolist() == prompt[-2:]
     before = drafter.model.forwards
     tokens, probs = drafter.propose_tree([0], [prompt], tree)
@@ -10483,7 +10488,7 @@ def check_staged(seed: int, drafter=draft_tree) -> tuple[int, int]:
     """A random tree with guesses that are right with probability 0, 0.7 or 1: tokens and logits are
     the reference's, in at most one forward per level. -> forwards, levels."""
     (model, prompt), rng = five_draft(), random.Random(seed)
-    tree = E.Tree.chain(1 + seed % 9) if seed % 3 == 0 else spec_random_tree(rng, 14, 3, 6)
+    tree = TREES.Tree.chain(1 + seed % 9) if seed % 3 == 0 else spec_random_tree(rng, 14, 3, 6)
     right, contexts = (0.0, 0.7, 1.0)[rng.randrange(3)], []
 
     def inner(context: list[int], k: int) -> tuple[list[int], None]:
@@ -10502,7 +10507,7 @@ def check_staged(seed: int, drafter=draft_tree) -> tuple[int, int]:
     assert forwards <= tree.depth
     contexts = [c for c in contexts if c[: len(prompt)] == tuple(prompt)]
     assert len({*contexts}) >= len(contexts) - 1  # a node each; one by the proposal before
-    if right == 1 and tree == E.Tree.chain(tree.depth):
+    if right == 1 and tree == TREES.Tree.chain(tree.depth):
         assert forwards == 1
     return forwards, tree.depth
 
@@ -10629,7 +10634,7 @@ def test_drafting_tree_logits_equal_those_of_each_path(form):
     """The logits after every node of a tree, run at once after prompts of different lengths, equal
     those of the prompt and the node's path; so do those of a token after a path moved into
     place."""
-    model, tree = spec_target(form), E.Tree((-1, -1, -1, 0, 0, 1, 3, 3, 5, 6))
+    model, tree = spec_target(form), TREES.Tree((-1, -1, -1, 0, 0, 1, 3, 3, 5, 6))
     cache, N = M.KVCache(model.config, 2, 64), len(tree.parents)
     model, prompts = absorb(copy.deepcopy(model), 16), []  # other tests use this one
     for row, ids in enumerate(spec_prompts(2)):  # each row by itself: they differ in length
@@ -10641,7 +10646,7 @@ def test_drafting_tree_logits_equal_those_of_each_path(form):
     nodes = random_tokens(model.config, 2, N)
     base = torch.tensor([len(ids) - 1 for ids in prompts])
     tokens = torch.cat((torch.tensor([[ids[-1]] for ids in prompts]), nodes), 1)
-    attend = E.tree_attend(cache, tree, base, torch.arange(N + 1), int(base.max()) + N + 1)
+    attend = TREES.tree_attend(cache, tree, base, torch.arange(N + 1), int(base.max()) + N + 1)
     logits = model(tokens, base[:, None] + torch.tensor((0, *tree.depths)), attend)
     paths = [[i for i in range(N) if tree.mask[node + 1, i + 1]] for node in range(N)]
     for (row, ids), path in product(enumerate(prompts), paths):
@@ -31792,7 +31797,9 @@ def test_planner_error_names_the_missing_memory(capsys):
 def test_planner_program_prints_what_it_predicts():
     """The table and the details of the best plan are rank_plans' and estimate_run's, and so is
     --json; given degrees are kept."""
-    line = "train --model llama3-8b --gpus 16 --seq 4k --batch 1M --tp 2 --schedule 1f1b --fp8 --top 3"
+    line = (
+        "train --model llama3-8b --gpus 16 --seq 4k --batch 1M --tp 2 --schedule 1f1b --fp8 --top 3"
+    )
     fixed = dict(tp=2, schedule="1f1b", fp8=True, compiled=True)
     found = training_plan.rank_plans(PLANNER_8B, PLANNER_H100, 16, 4096, 256, **fixed)
     best, tokens, storage = found[0], 20 * 8_030_261_248, 122e6
@@ -31903,7 +31910,9 @@ def test_planner_hops_between_nodes(text, node, far):
 def test_planner_searches_16384_gpus(monkeypatch):
     """The command of the README: 33,080 combinations are checked, and each of the 7,410 valid plans
     is sized once; only those that fit, half of them, are predicted, and sized again."""
-    line = "train --model llama3-405b --gpus 16384 --device h100 --seq 8192 --batch 16M --tokens 15.6T"
+    line = (
+        "train --model llama3-405b --gpus 16384 --device h100 --seq 8192 --batch 16M --tokens 15.6T"
+    )
     calls = Counter()
     for name in ("find_conflict", "memory", "predict"):
         real = getattr(training_plan, name)
@@ -32289,7 +32298,9 @@ def test_site_program_prints_what_it_computes():
 
 def test_site_program_places_jobs_on_a_mixed_cluster():
     """Every job has a cell of its own, or waits; a job that fits nowhere waits."""
-    line = "search crius --mix h100=4,a100-80gb=2 --jobs llama3-8b,llama3.2-1b,llama3-405b --batch 1M"
+    line = (
+        "search crius --mix h100=4,a100-80gb=2 --jobs llama3-8b,llama3.2-1b,llama3-405b --batch 1M"
+    )
     first, second, third = planner_json(line)
     assert (first["device"], first["gpus"]) == ("h100", 4) and third == {"model": "llama3-405b"}
     assert (second["device"], second["gpus"]) == ("a100-80gb", 2)
@@ -35253,7 +35264,7 @@ def generate_rank(env) -> None:
     V.num_available_blocks = lambda *args: args[-1] or 16 - 5 * env.rank  # --kv-blocks, or memory
     if env.rank:
         DK.Goodput.choose = lambda self, rows: [rng.randrange(4) for _ in rows]
-        DK.TreeGoodput.choose_tree = lambda self, rows: E.Tree.chain(rng.randrange(3))
+        DK.TreeGoodput.choose_tree = lambda self, rows: TREES.Tree.chain(rng.randrange(3))
     load, make_cache, safe_open = G.load, PARTS.KVCache, HF.safe_open
 
     def count(tensor):
@@ -39354,7 +39365,9 @@ def test_train_scale_packed_rows_are_separate_documents(case):
         (
             "grpo",
             "--set num_generations=2 --set max_new_tokens=3 --set kl=0.5 --reward prefix",
-            dict(n=2, max_new_tokens=3, kl=0.5, reward=GRPO.prefix_reward, batch_size=2, seq_len=32),
+            dict(
+                n=2, max_new_tokens=3, kl=0.5, reward=GRPO.prefix_reward, batch_size=2, seq_len=32
+            ),
         ),
     ],
 )

@@ -39,6 +39,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from generation.config import GenerateConfig
+from generation.draft_trees import Tree, TreeDrafter, accept_tree, match_tree, tree_attend
 from generation.speculation_length import Confidence, FixedK, Goodput, TreeGoodput
 from generation.early_exit import slice_layers
 from generation.prompt import read_text
@@ -48,7 +49,7 @@ from huggingface.tokenizer import Tokenizer
 from model import KVCache, ModelConfig, Transformer
 from speculative import (
     ContiguousRunner, DraftHead, DraftModel, DraftRunner, HeadDrafter, MTPDrafter, NGram, Proposal,
-    Tree, TreeDrafter, accept, accept_tree, count_matches, match_tree, tree_attend,
+    accept, count_matches,
 )  # fmt: skip
 
 MAX_DRAFT_TOKENS = 8  # most drafts per step with --speculate-k auto

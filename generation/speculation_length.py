@@ -15,7 +15,7 @@ many where a text is predictable and few where not. It does not measure costs, a
 batch, whose steps are compute-bound, and where a draft costs half of a step. Equivalence
 (test_all.py): no policy changes the text; Goodput is near the best fixed k of simulated conditions;
 Confidence runs the target less often than the best fixed k, if a draft costs a quarter of a step.
-Needs: speculative.py's Tree.
+Needs: draft_trees.py's Tree.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from speculative import Tree, best_tree
+from generation.draft_trees import Tree, best_tree
 
 Row = Hashable  # identifies a sequence
 
