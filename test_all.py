@@ -130,7 +130,7 @@ from planner import auto_sharding, cost_model, datacenter
 from parallelism import inference_parallel
 from planner import einsum_model as EM, helix, kernel_model as KM
 from parallelism import kv_parallel as KVP
-from planner import l2_residency as L2R, mixed_cluster
+from planner import mixed_cluster
 from parallelism import pipeline as PL
 from planner import perseus, pipeline_search, __main__ as planner
 from parallelism import quantized_collectives as QC, ring_self_attention as RSA
@@ -32633,13 +32633,13 @@ def test_planner_l2_pins_are_the_best_of_all(seed):
         first, size = rng.randrange(6), rng.randint(1, 9)
         touches = rng.randint(1, 4)
         last = first + rng.randint(0, 3)
-        tensors.append(L2R.Tensor(str(i), size, first, last, size * touches, size * (touches - 1)))
+        tensors.append(KM.Tensor(str(i), size, first, last, size * touches, size * (touches - 1)))
     capacity, best = rng.randint(1, 20), 0
     for mask in range(2 ** len(tensors)):
         chosen = [t for i, t in enumerate(tensors) if mask >> i & 1]
         live = [sum(t.size for t in chosen if t.first <= s <= t.last) for s in range(10)]
         best = max(best, sum(t.saved for t in chosen) if max(live) <= capacity else 0)
-    got = L2R.persistent(tensors, capacity)
+    got = KM.persistent(tensors, capacity)
     assert sum(t.saved for t in got) == best and len(set(got)) == len(got)
     assert max(sum(t.size for t in got if t.first <= s <= t.last) for s in range(10)) <= capacity
 
@@ -32652,7 +32652,7 @@ def test_planner_l2_repeated_passes(size, capacity):
         [(b, 1) for _ in range(n) for b in range(pinned, size)], capacity - pinned
     )
     steady = [passes(n, 5) - passes(n, 4) for n in range(min(size, capacity) + 1)]
-    assert min(steady[:-1] or steady) == L2R.repeated_misses(size, capacity, 1) * (size > capacity)
+    assert min(steady[:-1] or steady) == KM.repeated_misses(size, capacity, 1) * (size > capacity)
     assert steady[0] == (size if size > capacity else 0)
 
 

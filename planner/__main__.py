@@ -13,7 +13,7 @@ The program alone; the formulas lie beside it, by topic:
     site      datacenter.py
     search    search.py, auto_sharding.py, uneven_sharding.py, helix.py, spindle.py,
               pipeline_search.py, perseus.py, mixed_cluster.py, solvers.py
-    kernel    kernel_model.py, einsum_model.py, l2_residency.py
+    kernel    kernel_model.py, einsum_model.py
 
 Nothing in the other drawers imports this one.
 """
@@ -28,8 +28,8 @@ import importlib
 import os
 import sys
 
-# topic, or topic and kind: (module with add_flags(parser), which sets `report`: function(args) ->
-# str; help)
+# topic, or topic and kind: (module, whose add_flags(parser), or the function named after a dot,
+# sets `report`: function(args) -> str; help)
 TOPICS = {
     "train": ("training_report", "layouts of a training run, by predicted seconds per step"),
     "serve": ("serving_plan", "layouts of a service, by predicted dollars per token"),
@@ -45,7 +45,7 @@ TOPICS = {
     "kernel": ("", "one GPU"),
     "kernel matmul": ("kernel_model", "waves, occupancy, L2 misses, tiles and regime of a matmul"),
     "kernel einsum": ("einsum_model", "order, FLOPs, bytes, regime and tiles of a contraction"),
-    "kernel l2": ("l2_residency", "which activations of a layer to pin in L2"),
+    "kernel l2": ("kernel_model.add_l2_flags", "which activations of a layer to pin in L2"),
 }
 
 
@@ -62,7 +62,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         if not module:
             groups[name] = own.add_subparsers(dest="kind", required=True, metavar="KIND")
         elif name.split() == argv[: name.count(" ") + 1]:
-            importlib.import_module(f"planner.{module}").add_flags(own)
+            module, _, function = module.partition(".")
+            module = importlib.import_module(f"planner.{module}")
+            getattr(module, function or "add_flags")(own)
     args, args.engine_flags = parser.parse_known_args(argv)
     if args.engine_flags and args.topic != "simulate":
         words = [word for word in argv[:2] if not word.startswith("-")]

@@ -1,6 +1,7 @@
-"""Model of one GPU kernel: what limits a matmul, before it is written.
+"""Model of GPU kernels: what limits a matmul, before it is written, and what stays in L2.
 
     python -m planner kernel matmul 4096,4096,4096 --tile 128,128,64 --device h100
+    python -m planner kernel l2 1024 --model llama3-8b --device h100
 
 A kernel is limited by arithmetic, by bytes or by overhead (He, "Making Deep Learning Go Brrrr From
 First Principles"; NVIDIA, "GPU Performance Background User's Guide"), and a matmul also by
@@ -9,11 +10,22 @@ Multiplication Background User's Guide"). The bytes are HBM's: an exact simulati
 says what an order of tiles misses in L2, for the order of quantization/gemm.py and moe.py and for
 others. Remote data is fetched in the chunk that hides most of it (MGG, OSDI 2023).
 
+Since Ampere a part of L2 can be set aside for the addresses of an access policy window (CUDA C++
+Programming Guide, "Device Memory L2 Access Management"). Which tensors it should hold is a packing
+problem: each lives from the kernel that writes it to the last one that reads it, and those alive at
+once must fit. AutoScratch (MLSys 2023) searches with evolution and reinforcement learning, because
+it can only measure; on a model of the traffic the best choice is found exactly, by dynamic
+programming.
+
 All times are lower bounds: datasheet rates, perfect overlap. The L2 is one fully associative cache;
 a real one has two partitions, and data that both halves of the chip read occupies both. Programs of
 a wave run in lockstep. When it loses: a kernel bound by shared memory or instructions looks faster
-here than it is. Needs: the standard library. Proof (test_all.py): NVIDIA's, Triton's and the
-articles' own numbers, gemm.py's own order, and brute force on random small cases.
+here than it is. LRU already keeps a tensor that the next kernel reads if it fits, so a pin gains
+where a larger tensor passes in between; weights are read once per step and gain only if they fit as
+a whole. The model of pins counts no traffic inside a kernel and takes the residual of a layer from
+HBM. Needs: the standard library. Proof (test_all.py): NVIDIA's, Triton's and the articles' own
+numbers, gemm.py's own order, brute force on random small cases, every subset of pins, and the
+simulated cache.
 """
 
 from __future__ import annotations
@@ -34,6 +46,9 @@ from planner.cost_model import (
     KERNEL_OVERHEAD,
     LINK_EFFICIENCY,
     Device,
+    Shape,
+    load_shape,
+    parameters,
     parse_number,
     require,
 )
@@ -47,6 +62,9 @@ THREADS_PER_BLOCK = 1024
 SHARED_RESERVED = 1024  # bytes per block that CUDA keeps (Hopper Tuning Guide)
 OTHER_REGISTERS = 32  # per thread, beside the accumulators: addresses, operands (our estimate)
 EAGER_OVERHEAD = 1 / 280e3  # s per operator: 280,000 tiny PyTorch operators per second (He)
+# Part of L2: the most that an A100 takes (deviceQuery: 30 of 40 MiB), and the sample's of "L2 Cache
+# Set-Aside" (CUDA C++ Programming Guide); others may take less
+SET_ASIDE = 0.75
 
 
 class Processor(NamedTuple):
@@ -193,6 +211,66 @@ def order_misses(
         last = min(range(slots, last // 2 + 1, slots), key=lambda n: (excess(n), -n))
     missed_by_last = missed - misses(simulated[:-last])
     return missed + missed_by_last * (tiles - len(simulated)) / last
+
+
+# --------------------------------------------------------------------------------------------------
+# L2: which activations of a layer to pin, and what repeated reads of a tensor miss
+# --------------------------------------------------------------------------------------------------
+
+
+class Tensor(NamedTuple):
+    """Bytes, first and last step that touch it, HBM traffic without a pin and what a pin saves."""
+
+    name: str
+    size: int
+    first: int
+    last: int
+    touched: int
+    saved: int
+
+
+def persistent(tensors: Iterable[Tensor], capacity: float) -> tuple[Tensor, ...]:
+    """The tensors to pin in L2 that save most while all live ones fit (AutoScratch): dynamic
+    programming over steps, whose state is the set of live pinned tensors."""
+    best: dict[frozenset, tuple[int, tuple[Tensor, ...]]] = {frozenset(): (0, ())}
+    for t in sorted(tensors, key=lambda t: t.first):
+        states: dict[frozenset, tuple[int, tuple[Tensor, ...]]] = {}
+        for before, (saved, chosen) in best.items():
+            live = frozenset(x for x in before if x.last >= t.first)
+            options = [(live, (saved, chosen))]
+            if sum(x.size for x in live) + t.size <= capacity:
+                options.append((live | {t}, (saved + t.saved, (*chosen, t))))
+            for state, value in options:
+                states[state] = max(states.get(state, (-1, ())), value, key=lambda v: v[0])
+        best = states
+    return max(best.values(), key=lambda v: v[0])[1]
+
+
+def repeated_misses(size: int, capacity: int, line: int = 128) -> int:
+    """Bytes missed by each further pass over `size` bytes. LRU alone misses all of them if they do
+    not fit; pinning all but a line of the cache, the hitRatio of CUDA's access policy window,
+    misses the least."""
+    return 0 if size <= capacity else size - capacity + line
+
+
+def layer_tensors(shape: Shape, tokens: int) -> list[Tensor]:
+    """Activations of a dense decoder layer, in 8 kernels: norm, QKV, attention, O + residual, norm,
+    gate and up, SwiGLU, down + residual. The input is read and the output written in any case."""
+    ok = not shape.kv_rank and not shape.experts and not shape.gpt
+    require(ok, "kernel l2 requires a dense Llama-like --model")
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    rows = [
+        ("input", shape.dim, (0, 3), 1), ("normed", shape.dim, (0, 1), 0),
+        ("qkv", q + 2 * kv, (1, 2), 0), ("attended", q, (2, 3), 0),
+        ("residual", shape.dim, (3, 4, 7), 0), ("normed again", shape.dim, (4, 5), 0),
+        ("gate, up", 2 * shape.ffn, (5, 6), 0), ("hidden", shape.ffn, (6, 7), 0),
+        ("output", shape.dim, (7,), 1),
+    ]  # fmt: skip
+    size = lambda width: BYTES * tokens * width
+    return [
+        Tensor(name, size(w), at[0], at[-1], size(w) * len(at), size(w) * (len(at) - fixed))
+        for name, w, at, fixed in rows
+    ]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -356,3 +434,27 @@ def report(args: argparse.Namespace) -> str:
         rows["measured"] = f"{rates[0]:,.1f} TFLOP/s, {rates[1]:,.1f} GB/s of A, B and C; "
         rows["measured"] += f"{share:.1%} of the predicted speed"
     return render(args, f"matmul {args.mnk} in bf16 on {args.device}", got, rows)
+
+
+def add_l2_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `kernel l2`."""
+    add_shared(parser, "model device json")
+    text = "of a layer, whose activations to pin in L2; k is 1024"
+    parser.add_argument("tokens", metavar="TOKENS", help=text)
+    parser.set_defaults(report=l2_report)
+
+
+def l2_report(args: argparse.Namespace) -> str:
+    """The text, or JSON, of `kernel l2`."""
+    shape, tokens = load_shape(args.model), parse_number(args.tokens, "TOKENS", 1024)
+    tensors, room = layer_tensors(shape, tokens), int(SET_ASIDE * device_of(args)[1].l2)
+    embedding = 0 if shape.tied else shape.dim * shape.vocab  # a row per token is read
+    pinned, weights = persistent(tensors, room), BYTES * (parameters(shape) - embedding)
+    before, saved = sum(t.touched for t in tensors), sum(t.saved for t in pinned)
+    facts = dict(set_aside=room, pinned=[t.name for t in pinned], bytes=before, saved=saved)
+    facts |= dict(weights=weights, weights_from_hbm=repeated_misses(weights, room))
+    mb = lambda size: f"{size / 1e6:,.1f} MB"
+    rows = {t.name: f"{mb(t.size)}, {'pinned' if t in pinned else 'not pinned'}" for t in tensors}
+    rows["layer"] = f"{mb(before)} of activations cross HBM, {mb(before - saved)} with the pins"
+    rows["weights"] = f"{mb(weights)} per step, {mb(facts['weights_from_hbm'])} if {mb(room)} stay"
+    return render(args, f"{args.model}, {tokens} tokens on {args.device}", facts, rows)
