@@ -1,8 +1,8 @@
-"""Quantized linear layers: int8, int4, FP8, LLM.int8() and FP8 training.
+"""Quantized linear layers: int8, int4, FP8 and LLM.int8().
 
-Decoding reads every weight once per token, so it is bound by the bytes of the weights. Training and
-prefill are bound by matmuls, and hardware multiplies 8-bit numbers twice as fast as 16-bit ones.
-Both gain when weights, or weights and activations, are integers or FP8 with shared scales:
+Decoding reads every weight once per token, so it is bound by the bytes of the weights. Prefill is
+bound by matmuls, and hardware multiplies 8-bit numbers twice as fast as 16-bit ones. Both gain when
+weights, or weights and activations, are integers or FP8 with shared scales:
 
     w' = (q - zero) * scale          a QuantSpec: the bits, and which weights share a scale
 
@@ -21,9 +21,8 @@ Both gain when weights, or weights and activations, are integers or FP8 with sha
 
 `quantize_(model, scheme)` replaces every nn.Linear and the stacked expert weights of MoE layers.
 `quantize_module` does so for one module, while a checkpoint loads: the peak is one unquantized
-module. The stored tensors do not depend on the device: a model packed on a CPU runs on a GPU. For
-training, `qat_` rounds weights to the same values in the forward pass, and `fp8_training_` runs all
-three matmuls of a layer, forward and backward, in FP8 over fp32 master weights.
+module. The stored tensors do not depend on the device: a model packed on a CPU runs on a GPU.
+training/low_precision.py trains in FP8, or for quantization, with the same values.
 
 When it loses: weight-only schemes gain nothing when matmuls are compute-bound, with many rows of
 x: the weight is dequantized first. int8-dynamic, llm.int8 and fp8 gain nothing without 8-bit matrix
@@ -33,8 +32,7 @@ quantization/gemm.py have the kernels that run at memory speed, installed by `us
 
 Hooks: the Linear swap; the experts hook, which indexes the stack by expert; `linear_fn` of every
 layer. Equivalence (test_all.py): dequantized weights equal the formula bit for bit; each matmul
-matches fp64 of the dequantized weights; quantizing while loading == after; FP8 training is within
-1 % of bf16's loss. Needs: torch. `python quantize.py` checks itself and prints bytes, error and
+matches fp64 of the dequantized weights; quantizing while loading == after. Needs: torch. `python quantize.py` checks itself and prints bytes, error and
 time of each scheme.
 
 Shapes: M rows of x, N output and K input features, G groups of a row.
@@ -861,170 +859,6 @@ def from_config(model: nn.Module, config: Mapping[str, Any]) -> nn.Module:
     for name in added:
         layers[name].add_to_bias(torch.empty(layers[name].out_features, device="meta"))
     return model
-
-
-# --------------------------------------------------------------------------------------------------
-# FP8 training
-# --------------------------------------------------------------------------------------------------
-
-# Recipe -> granularity of activations and gradients, and that of weights.
-RECIPES = {
-    "tensorwise": ("tensorwise", "tensorwise"),
-    "rowwise": ("rowwise", "rowwise"),
-    "blockwise": ("1x128", "128x128"),
-}
-
-
-class Float8Matmul(torch.autograd.Function):
-    """y = x W^T, and backward dx = g W and dW = g^T x: three matmuls of FP8 operands. Each operand
-    is quantized from full precision, with scales along the dimension that its matmul sums over: for
-    x that is K in the forward matmul, and M, the tokens, in dW."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        recipe: str,
-        grad_dtype: torch.dtype,
-        matmul: Callable[..., Tensor],
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.granularities, ctx.grad_dtype, ctx.matmul = RECIPES[recipe], grad_dtype, matmul
-        x_gran, w_gran = ctx.granularities
-        return matmul(to_fp8(x, x_gran), to_fp8(weight, w_gran), x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        (x_gran, w_gran), dtype = ctx.granularities, ctx.grad_dtype
-        dx = dw = None
-        if ctx.needs_input_grad[0]:
-            dx = ctx.matmul(to_fp8(g, x_gran, dtype), to_fp8(weight.t(), w_gran), x.dtype)
-        if ctx.needs_input_grad[1]:
-            dw = ctx.matmul(to_fp8(g.t(), x_gran, dtype), to_fp8(x.t(), x_gran), weight.dtype)
-        return dx, dw, None, None, None
-
-
-def float8_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    recipe: str = "rowwise",
-    grad_dtype: torch.dtype = torch.float8_e5m2,
-    matmul: Callable[..., Tensor] = fp8_matmul,
-) -> Tensor:
-    """F.linear for training, in FP8: x (..., K), weight (N, K) in any dtype, bias (N,) -> (..., N)
-    in x's dtype, or autocast's if enabled."""
-    device = x.device.type
-    if torch.is_autocast_enabled(device):
-        x = x.to(torch.get_autocast_dtype(device))
-    y = Float8Matmul.apply(x.reshape(-1, x.shape[-1]), weight, recipe, grad_dtype, matmul)
-    y = y if bias is None else y + bias.to(y.dtype)
-    return y.view(*x.shape[:-1], len(weight))
-
-
-class Float8Linear(nn.Linear):
-    """nn.Linear computed by `float8_linear`. Its weight is the master weight and stays in fp32; FP8
-    copies exist only within a step."""
-
-    recipe: str
-    grad_dtype: torch.dtype
-    matmul: Callable[..., Tensor]
-
-    def forward(self, x: Tensor) -> Tensor:
-        options = dict(recipe=self.recipe, grad_dtype=self.grad_dtype, matmul=self.matmul)
-        return float8_linear(x, self.weight, self.bias, **options)
-
-
-def fp8_training_(
-    model: nn.Module,
-    recipe: str,
-    *,
-    skip: Sequence[str] = ("head", "lm_head"),
-    grad_dtype: torch.dtype = torch.float8_e5m2,
-    matmul: Callable[..., Tensor] = fp8_matmul,
-) -> nn.Module:
-    """Make every nn.Linear below `model`, and the experts of its MoE layers, multiply in FP8: in
-    place, with the same parameters, so that optimizer, checkpoints and names do not change.
-
-    recipe: tensorwise, one scale per operand, the fastest; rowwise, one per row; blockwise,
-    DeepSeek-V3's tiles of 1 x 128 and blocks of 128 x 128, the most accurate. grad_dtype: of the
-    gradients, e5m2 for its range, or e4m3fn for one more bit of mantissa (DeepSeek-V3). matmul:
-    called like fp8_matmul, such as gemm.block_scaled_matmul for blockwise. Embedding, norms, router
-    and head are unchanged: few of the FLOPs and much of the accuracy. Slower than bf16 without FP8
-    tensor cores, and with them in layers narrower than about 4096.
-    """
-    if recipe not in RECIPES:
-        raise ValueError(f"FP8 recipe {recipe!r} is unknown; choose from {', '.join(RECIPES)}")
-    if grad_dtype not in (torch.float8_e5m2, torch.float8_e4m3fn):
-        raise ValueError(f"grad_dtype must be float8_e5m2 or float8_e4m3fn, not {grad_dtype}")
-    options = dict(recipe=recipe, grad_dtype=grad_dtype, matmul=matmul)
-    by_expert = lambda x, stack, e: float8_linear(x, stack[e], **options)
-    for name, module in quantizable_modules(model, skip).items():
-        if type(module) is nn.Linear:
-            swap_class_(model, name, Float8Linear, **options)
-        else:
-            module.experts = partial(loop_experts, by_expert)
-    return model
-
-
-# --------------------------------------------------------------------------------------------------
-# Quantization-aware training
-# --------------------------------------------------------------------------------------------------
-
-
-def fake_quantize(weight: Tensor, spec: QuantSpec) -> Tensor:
-    """weight (..., K) quantized with `spec` and dequantized, in weight's dtype.
-
-    Straight-through estimator: rounding passes the gradient to the weight unchanged; clamped
-    weights get none (arXiv:2106.08295, 4.1). The ranges are computed from the weight at each call
-    and have no gradient.
-    """
-    with torch.no_grad():
-        w = weight.flatten(0, -2).float()
-        scales, zeros = spec.choose_qparams(w)
-        q = spec.dequantize(spec.quantize(w, scales, zeros), scales, zeros)
-        step = scales.float().repeat_interleave(w.shape[1] // scales.shape[1], 1)
-        inside = ((q - w).abs() <= step).view_as(weight)  # rounding moves by at most half a step
-    return q.view_as(weight).to(weight.dtype) + (weight - weight.detach()) * inside  # q + 0
-
-
-class FakeQuantLinear(nn.Linear):
-    """nn.Linear whose weight is fake-quantized in every forward pass; the optimizer updates the
-    unrounded weight."""
-
-    spec: QuantSpec
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, fake_quantize(self.weight, self.spec), self.bias)
-
-
-def qat_(model: nn.Module, spec: QuantSpec, *, skip: Sequence[str] = ()) -> nn.Module:
-    """Quantization-aware training: every nn.Linear that quantize_ would replace, and the experts of
-    MoE layers, use fake-quantized weights, in place, with the same parameters. quantize_ with the
-    same spec then costs no further loss. Activations are not quantized. ValueError, naming the
-    layer, if the spec does not fit."""
-    todo = quantizable_modules(model, skip)
-    check_weights(todo, spec.check, skip)
-    for name, module in todo.items():
-        if type(module) is nn.Linear:
-            swap_class_(model, name, FakeQuantLinear, spec=spec)
-        else:
-            module.experts = partial(_fake_quantized_experts, module.experts, spec)
-    return model
-
-
-def _fake_quantized_experts(
-    experts: Callable[..., Tensor],
-    spec: QuantSpec,
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    *stacks: Tensor,
-) -> Tensor:
-    return experts(x, weights, ids, *(fake_quantize(w, spec) for w in stacks))
 
 
 # --------------------------------------------------------------------------------------------------

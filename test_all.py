@@ -203,7 +203,7 @@ from training import offload as OF, optimizers as OP, python_text as PT, recompu
 from training import recovery as RE, shards as SHARDS, state as SD, step as STEP
 from serving import token_windows as TW
 from training import lr_sweep as TRIALS, watchdog as WD
-from training import run_folder as RF, writer_lock as WL
+from training import low_precision as LOWP, run_folder as RF, writer_lock as WL
 
 import torch._dynamo  # torch would import it lazily: here once, before any fork
 import torch.distributed.checkpoint._fsspec_filesystem  # noqa: F401, likewise
@@ -6861,7 +6861,7 @@ def fp8_model(config: M.ModelConfig) -> M.Transformer:
 
 # ---- FP8 ----
 
-fp8_each_recipe = pytest.mark.parametrize("recipe", Q.RECIPES)
+fp8_each_recipe = pytest.mark.parametrize("recipe", LOWP.RECIPES)
 fp8_each_dtype = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 FP8_OVERFLOW = {  # the paper's rules past the range: x, rounded, saturated; NaN stays
     E4M3: ([464, 464.1, -1e9, INF], [448, math.nan, math.nan, math.nan], [448, 448, -448, 448]),
@@ -6913,7 +6913,7 @@ def test_fp8_scales(granularity, dtype):
 @fp8_each_recipe
 def test_fp8_matmul_equals_that_of_its_rounded_operands(recipe):
     """fp8_matmul and scaled_mm (tensor cores) == the fp64 matmul of the dequantized operands."""
-    of_x, of_w = Q.RECIPES[recipe]
+    of_x, of_w = LOWP.RECIPES[recipe]
     for rows, N, K in ((2, 16, 16), (5, 48, 32), (6, 130, 129), (64, 200, 300)):
         x, w = quantize_normal(rows, K), quantize_normal(N, K, seed=1)
         want = fp8_by_tiles(x, of_x) @ fp8_by_tiles(w, of_w).t()
@@ -6930,7 +6930,7 @@ def test_fp8_matmul_equals_that_of_its_rounded_operands(recipe):
 def fp8_layer(recipe: str, **options) -> tuple[nn.Module, Callable]:
     """An FP8 layer, and a function of its input and dy that gives y, dx, dW and db."""
     torch.manual_seed(0)
-    layer = Q.fp8_training_(nn.Sequential(nn.Linear(200, 72)), recipe, **options)
+    layer = LOWP.fp8_training_(nn.Sequential(nn.Linear(200, 72)), recipe, **options)
 
     def results(x, g, call=layer):
         x = x.clone().requires_grad_()
@@ -6944,7 +6944,7 @@ def fp8_layer(recipe: str, **options) -> tuple[nn.Module, Callable]:
 @fp8_each_dtype
 def test_fp8_training_matmul_and_its_gradients(recipe, dtype):
     """y and gradients == fp64 matmuls of operands quantized along the dimension that is summed."""
-    (layer, results), (of_x, of_w) = fp8_layer(recipe, grad_dtype=dtype), Q.RECIPES[recipe]
+    (layer, results), (of_x, of_w) = fp8_layer(recipe, grad_dtype=dtype), LOWP.RECIPES[recipe]
     w, b = (p.detach() for p in layer.parameters())
     round_g, round_x = (partial(fp8_by_tiles, granularity=of_x, dtype=d) for d in (dtype, E4M3))
     for tokens, bf16 in product(((3, 50), (1,), (), (128,), (2, 3, 7), (0,)), (False, True)):
@@ -6979,8 +6979,8 @@ def test_fp8_training_matmul_compiled(recipe):
 
 
 FP8_SWAPS = {
-    "fp8": (partial(Q.fp8_training_, recipe="rowwise"), {"head"}),  # and skipped by default
-    "qat": (partial(Q.qat_, spec=Q.QuantSpec(8)), set()),
+    "fp8": (partial(LOWP.fp8_training_, recipe="rowwise"), {"head"}),  # and skipped by default
+    "qat": (partial(LOWP.qat_, spec=Q.QuantSpec(8)), set()),
 }
 
 
@@ -7006,8 +7006,8 @@ def fp8_converted(convert, **options) -> nn.Module:
     return convert(fp8_model(fp8_latent(q_lora_rank=64, kv_lora_rank=64)), **options)
 
 
-fp8_grouped = partial(fp8_converted, Q.qat_, spec=Q.QuantSpec(4, 64, False))
-fp8_trained = partial(fp8_converted, Q.fp8_training_)
+fp8_grouped = partial(fp8_converted, LOWP.qat_, spec=Q.QuantSpec(4, 64, False))
+fp8_trained = partial(fp8_converted, LOWP.fp8_training_)
 FP8_REFUSED = {
     "'up'.*tensorwise, rowwise, blockwise": partial(fp8_trained, recipe="up"),
     "grad_dtype .*16": partial(fp8_trained, recipe="rowwise", grad_dtype=torch.half),
@@ -7022,7 +7022,7 @@ REFUSED["fp8: granularity"] = partial(Q.to_fp8, torch.ones(2, 3), "1x64"), "'1x6
 def test_fp8_experts(recipe):
     """Experts of an MoE layer multiply in FP8: results are close, not equal, to the plain ones."""
     model, x, results = fp8_model(fp8_latent()), quantize_normal(80, 64), []
-    for convert in (lambda model, recipe: model, Q.fp8_training_):
+    for convert in (lambda model, recipe: model, LOWP.fp8_training_):
         moe = convert(model, recipe).layers[1].mlp
         y = moe.experts(x, *moe.select_experts(moe.router_logits(x)), moe.w_gate_up, moe.w_down)
         leaves = moe.w_gate_up, moe.w_down, moe.router
@@ -7049,12 +7049,12 @@ def test_fp8_qat_uses_the_straight_through_estimator(spec):
     """The forward rounds; the gradient ignores it, and is zero for clamped weights."""
     w, g = quantize_normal(24, 64).requires_grad_(), quantize_normal(24, 64, seed=1)
     narrow, spec = FP8Narrow(*spec), Q.QuantSpec(*spec)
-    q = Q.fake_quantize(w, spec)
+    q = LOWP.fake_quantize(w, spec)
     assert torch.equal(q, quantize_by_loops(w.detach(), spec)[3])
     assert torch.equal(torch.autograd.grad(q, w, g)[0], g)
-    assert torch.equal(Q.fake_quantize(w.view(2, 12, 64), spec).view(24, 64), q)
-    assert Q.fake_quantize(w.bfloat16(), spec).dtype == torch.bfloat16
-    got = torch.autograd.grad(Q.fake_quantize(w, narrow), w, g)[0]
+    assert torch.equal(LOWP.fake_quantize(w.view(2, 12, 64), spec).view(24, 64), q)
+    assert LOWP.fake_quantize(w.bfloat16(), spec).dtype == torch.bfloat16
+    got = torch.autograd.grad(LOWP.fake_quantize(w, narrow), w, g)[0]
     scales, zeros = narrow.choose_qparams(w.detach())
     expand = lambda x: 0 if x is None else x.float().repeat_interleave(64 // x.shape[1], 1)
     q, (low, high) = w.detach() / expand(scales) + expand(zeros), spec.limits
@@ -7069,7 +7069,7 @@ def test_fp8_qat_of_a_model():
     tokens, want = random_tokens(plain.config, 2, 20), copy.deepcopy(plain)
     quantized = Q.quantize_(copy.deepcopy(plain), "int4", group_size=16)
     want.load_state_dict(quantize_done(quantized), strict=False)
-    model = Q.qat_(plain, Q.QuantSpec(4, 16, False))
+    model = LOWP.qat_(plain, Q.QuantSpec(4, 16, False))
     got = model(tokens)
     assert torch.equal(got, want(tokens))
     got.square().sum().backward()
@@ -20528,7 +20528,7 @@ def test_gemm_block_scaled_matmul(dtype):
     layer = quantize_layer("fp8-block", 140, 300, weight=w)
     args = x, layer.qweight, layer.scales, None, None
     close(Q.fp8_linear(*args, matmul=matmul), layer(x), 1e-5)
-    convert = partial(Q.fp8_training_, recipe="blockwise", grad_dtype=dtype)
+    convert = partial(LOWP.fp8_training_, recipe="blockwise", grad_dtype=dtype)
     layers = nn.Sequential(nn.Linear(300, 140)), nn.Sequential(nn.Linear(300, 140))
     layers[1].load_state_dict(layers[0].state_dict())
     convert(layers[0], matmul=matmul), convert(layers[1])

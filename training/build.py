@@ -21,12 +21,13 @@ from model import CONFIGS, ModelConfig, MoE, Transformer
 from training.dist_env import DistEnv
 from training.parallelize import ParallelDims
 from quantization.gemm import block_scaled_matmul
-from quantize import SCHEMES, fp8_matmul, fp8_training_, qat_
+from quantize import SCHEMES, fp8_matmul
 from training.checkpoint import list_steps
 from training.config import TrainConfig
 from training.data import BOS, EOS
 from training.lora import apply_lora_
 from training.lora_jobs import apply_lora_jobs_, job_groups, read_jobs
+from training.low_precision import fp8_training_, qat_
 from training.offload import OffloadedOptimizer, OptimizerInBackward
 from training.optimizers import ChainedOptimizer, StochasticAdamW, mup_factors, muon_split
 from training.run_folder import make_folder

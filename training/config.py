@@ -19,9 +19,9 @@ from typing import Any
 from model import CONFIGS, ModelConfig
 from training.rank_env import world_size
 from parallelism.schedules import LOOPED, SCHEDULES
-from quantize import RECIPES
 from training.flags import Settings, check_excludes, check_limits, check_requires, flag, parse
 from training.flags import parse_bytes, rare
+from training.low_precision import RECIPES
 
 DRAFT_HEAD = "draft_head.safetensors"  # file in OUT of a trained draft head
 NUM_DRAFT_TOKENS = 4  # consecutive tokens drafted in the validation of a draft head
