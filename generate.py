@@ -581,20 +581,19 @@ def run(args: GenerateConfig) -> int:
 
 def run_engine(args: GenerateConfig) -> int:
     """The modes of the continuous-batching engine. Returns the exit code."""
-    from serving import evaluate  # here: tqdm and the Engine take 0.1 s
-    from serving import entrypoints as engine
+    from serving import build, entrypoints, evaluate  # here: tqdm and the Engine take 0.1 s
 
-    engine.check_engine_flags(args)
+    build.check_engine_flags(args)
     if args.choices is not None:
         evaluate.run(args)
     elif args.batch is not None:
-        return engine.batch(args)
+        return entrypoints.batch(args)
     elif args.serve is not None:
-        engine.serve(args)
+        entrypoints.serve(args)
     elif args.program is not None:
-        engine.program(args)
+        entrypoints.program(args)
     else:
-        engine.bench_serving(args)
+        entrypoints.bench_serving(args)
     return 0
 
 

@@ -177,7 +177,8 @@ from training.dist_env import has_fast_bf16
 from generation import quantize_model as W
 from huggingface import gguf_checkpoint as GGUF, gguf_file as GF
 from quantization import calibrate as C
-from serving import async_engine as ASYNC, batch as V, batch_file as BF, cascade_engine as CE
+from serving import async_engine as ASYNC, batch as V, batch_file as BF, build as SBUILD
+from serving import cascade_engine as CE
 from serving import cluster as CLUSTER
 from planner import colocation as CO
 from serving import compare_adapters as COMPARE_ADAPTERS
@@ -374,7 +375,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 @pytest.fixture(autouse=CUDA)
 def programs_run_on_the_cpu(monkeypatch):
     """Also in this process on a machine with a GPU, as the results that they are compared with."""
-    for module in (G, SRUN):
+    for module in (G, SRUN, SBUILD):
         monkeypatch.setattr(module, "pick_device", lambda name: LOAD.pick_device(name or "cpu"))
 
 
@@ -14865,7 +14866,7 @@ def test_serving_placements_of_a_model(monkeypatch):
 
     def parse(flags):
         args = G.parse_args(f"--bench-serving --disaggregate {flags}".split())
-        SRUN.check_engine_flags(args)
+        SBUILD.check_engine_flags(args)
         return args
 
     found = lambda flags, **c: SRUN.candidate_placements(parse(flags), tiny(**c))
@@ -17475,7 +17476,7 @@ def lockstep_rank(env) -> tuple:
     args = G.parse_args(flags.split())
     args.mesh = RANKS.build_mesh(args)
     with torch.inference_mode():
-        service = SRUN.build_service(args)
+        service = SBUILD.build_service(args)
     steps, step, results = [], service.step, None
     service.step = lambda: (steps.append(None), step())[1]
     if env.rank:
@@ -21234,10 +21235,10 @@ def test_gguf_and_all_programs_end_a_text_at_the_same_ids(tmp_path):
     for source in (folder, path):
         args = G.parse_args(["--checkpoint", str(source), "--batch", "x", "--device", "cpu"])
         with LOAD.open_gguf(args):
-            service = SRUN.build_service(args)
+            service = SBUILD.build_service(args)
             assert service.engine.eos == {*ends} == {*service.eos}
             format = PROMPT.text_format(args, service.engine.model.config, service.tokenizer)
-            model = SRUN.served_model(args, service.tokenizer, format, {}, 9, 910)
+            model = SBUILD.served_model(args, service.tokenizer, format, {}, 9, 910)
             assert model.name == "model.v1"
             templates.append(model.template.render([message("user", "x")]))
         for id in (*ends, 903, 9):
@@ -24599,7 +24600,7 @@ def test_adapters_logits_equal_peft(tmp_path):
     pool = AD.AdapterPool(copy.deepcopy(model))
     engine = paged_engine(pool.model, adapters=pool, num_blocks=200)
     for i, rank in enumerate((4, 16)):
-        SRUN.register_adapter(pool, f"a{i}", adapter_folder(tmp_path / f"a{i}", model, rank, i))
+        SBUILD.register_adapter(pool, f"a{i}", adapter_folder(tmp_path / f"a{i}", model, rank, i))
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     theirs = peft.PeftModel.from_pretrained(base, tmp_path / "a0", "a0").eval()
     theirs.load_adapter(tmp_path / "a1", "a1")
@@ -24687,18 +24688,18 @@ def test_adapters_bad_ones_are_refused(tmp_path):
     for name, folder, words in bad_adapters(tmp_path, model):
         engine.step()
         with pytest.raises(ValueError, match=re.escape(words)) as e:
-            pool.register(SRUN.read_adapter(pool, name, folder))
+            pool.register(SBUILD.read_adapter(pool, name, folder))
         assert len(str(e.value).splitlines()) == 1, str(e.value)
         adapters_check(engine)
         n += 1
     assert [*pool.adapters] == ["a0"] and not output.finished and n > 12
-    good = SRUN.read_adapter(pool, "a0", tmp_path / "good")
+    good = SBUILD.read_adapter(pool, "a0", tmp_path / "good")
     weights = lora_weights(pool.shapes, 4, 0, dtype=torch.float64)
     weights = {name: (1e99 * a, b) for name, (a, b) in weights.items()}  # inf in the model's dtype
     for call, words in (
         (lambda: pool.add("wide", 4, 1.0, weights), "not finite"),
         (lambda: pool.register(good), "loaded already"),
-        (lambda: SRUN.register_adapter(pool, "b", tmp_path), f"--adapters b={tmp_path}: "),
+        (lambda: SBUILD.register_adapter(pool, "b", tmp_path), f"--adapters b={tmp_path}: "),
         (lambda: pool.remove("b"), "'b' is not loaded; loaded: a0"),
         (lambda: engine.add(ids, greedy(1, adapter="b")), "'b' is not loaded"),
         (lambda: engine.add(ids, greedy(1, adapter=3)), "adapter must be a name"),
@@ -24748,10 +24749,10 @@ def test_fine_tunes_bring_their_chat_template(tmp_path):
     format = PROMPT.text_format(one, config, tokenizer)
     assert PROMPT.prompt_ids(one, "hi", tokenizer, config, format) == want
     args = G.parse_args([*map(str, base), *both, "--serve", "127.0.0.1:0"])
-    service, format = SRUN.build_service(args), PROMPT.text_format(args, config, tokenizer)
+    service, format = SBUILD.build_service(args), PROMPT.text_format(args, config, tokenizer)
     adapters = service.engine.adapters.adapters
-    served = SRUN.served_model(args, tokenizer, format, adapters, 200, config.vocab_size)
-    replica = SRUN.fine_tunes(args, format, tokenizer)  # of a process without weights
+    served = SBUILD.served_model(args, tokenizer, format, adapters, 200, config.vocab_size)
+    replica = SBUILD.fine_tunes(args, format, tokenizer)  # of a process without weights
     sources = lambda tunes: {n: getattr(OA.template_of(n, tunes, None), "source", 0) for n in tunes}
     file = tmp_path / "chat" / "chat_template.jinja"
     assert sources(replica) == sources(adapters) == {"chat": file, "plain": 0}
@@ -24795,7 +24796,7 @@ def test_fine_tunes_with_other_tokens_or_ends_are_refused(tmp_path):
         folder = adapter_folder(tmp_path / str(i), model)
         (folder / name).write_text(json.dumps(content))
         with pytest.raises(ValueError, match=re.escape(words)) as e:
-            SRUN.adapter_format(args, format, tokenizer, folder)
+            SBUILD.adapter_format(args, format, tokenizer, folder)
         assert str(folder) in str(e.value) and "\n" not in str(e.value)
     args.adapter = tmp_path / "1"
     assert {*format.eos_ids, 7, 2} == {*PROMPT.text_format(args, model.config, tokenizer).eos_ids}
@@ -24962,7 +24963,7 @@ def test_adapters_over_http(tmp_path):
     model.layer_groups, names = None, HF.hf_modules(model)
     shapes = AD.AdapterPool(copy.deepcopy(model)).shapes
     _, _, weights = LO.read_adapters(folder, shapes, lambda x: names.get(x, x))
-    expected, pool = merged(model, 1.0, weights), SRUN.make_pool(model)
+    expected, pool = merged(model, 1.0, weights), SBUILD.make_pool(model)
     ask = dict(prompt="def f(", max_tokens=8, temperature=0)
     texts = {}
     for name, net in (("test", model), ("a", expected)):
@@ -24974,7 +24975,7 @@ def test_adapters_over_http(tmp_path):
         complete = lambda **more: http_post(url, "/v1/completions", ask | more)
         server.model.adapters = pool.adapters
         assert load_adapter(url, "a", "a").status_code == unload_adapter(url, "a") == 403
-        read = partial(SRUN.read_adapter, pool)
+        read = partial(SBUILD.read_adapter, pool)
         server.adapters = RUNTIME.RuntimeAdapters(pool, read, shelf, max_adapters=2)
         assert complete(model="a").status_code == 404
         with ThreadPoolExecutor() as threads:
@@ -25001,13 +25002,13 @@ def test_adapters_of_other_keys_over_http(tmp_path):
     model, tokenizer = http_small()
     model = copy.deepcopy(model)
     adapter_folder(tmp_path / "a", model, 8)
-    model.layer_groups, pool = None, SRUN.make_pool(model)
+    model.layer_groups, pool = None, SBUILD.make_pool(model)
     post = lambda path, key, **body: (
         http_post(url, f"/v1/{path}_lora_adapter", body, authorization=f"Bearer {key}").status_code
     )
     engine = dict(adapters=pool)
     with http_server(model, tokenizer, keys=(b"k", b"l"), engine=engine) as (server, url):
-        read = partial(SRUN.read_adapter, pool)
+        read = partial(SBUILD.read_adapter, pool)
         pool.register(read("static", tmp_path / "a"))
         server.adapters = RUNTIME.RuntimeAdapters(pool, read, tmp_path)
         for path in ("load", "unload"):
@@ -25223,7 +25224,7 @@ def test_shared_models_bad_folders_are_refused(tmp_path):
             model, tokenizer = LOAD.load(args, torch.device("cpu"))
             with pytest.raises(ValueError, match=re.escape(words)) as e:
                 format = PROMPT.text_format(args, model.config, tokenizer)
-                SRUN.load_models(args, model, tokenizer, format)
+                SBUILD.load_models(args, model, tokenizer, format)
             text = str(e.value)
             assert text.startswith(f"--models {args.models[-1][0]}=") and "\n" not in text, text
 
@@ -34929,10 +34930,10 @@ def test_generate_experts_with_static_shapes_stay_in_the_compiled_graph(monkeypa
         G.Decoder(model, 32, P.SamplingParams(), compiled=True)
         assert all(is_grouped(m) == static for m in experts_of(model))
         args.compile = static
-        assert SRUN.engine_options(args, model)["static"] is static
+        assert SBUILD.engine_options(args, model)["static"] is static
     args.compile = True
     with pytest.raises(ValueError, match="--compile"):
-        SRUN.engine_options(args, model)
+        SBUILD.engine_options(args, model)
 
 
 # ---- model.py: loading only local experts ----
@@ -35292,7 +35293,7 @@ def generate_rank(env) -> None:
         counts.setdefault("cache", tuple(cache.k[0].shape))
         return cache
 
-    G.load = SRUN.load = counted_load
+    G.load = SBUILD.load = counted_load
     PARTS.KVCache = counted_cache
     HF.safe_open = counted_open
 

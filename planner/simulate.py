@@ -341,7 +341,7 @@ def load_engine(flags: list[str]) -> Any:
     """The Engine of generate.py --bench-serving with these flags."""
     from generation.config import parse_args
     from generation.load import open_gguf, pick_device
-    from serving.entrypoints import load_engine
+    from serving.build import load_engine
 
     args = parse_args(["--bench-serving", *flags])
     with open_gguf(args):

@@ -260,11 +260,7 @@ class LocalReplicas:
         self.policy = PrefixAndLoad()
         self.folder = tempfile.TemporaryDirectory()  # of sockets; other users cannot enter it
         # a process then starts in 0.2 s, not in 2
-        modules = (
-            "serving.entrypoints",
-            "serving.disaggregated_replicas",
-            "ray.serve.request_router",
-        )
+        modules = ("serving.build", "serving.disaggregated_replicas", "ray.serve.request_router")
         multiprocessing.set_forkserver_preload([*modules, *["parallel"] * (tp > 1)])
         args, gpu = (argv, threads, tp), lambda i: i * tp if gpus else None
         self.start = lambda i: LocalReplica(self.folder.name, make(i), *args, gpu(i))
@@ -508,8 +504,8 @@ def main(argv: list[str] | None = None) -> int:
     from generation.load import checkpoint_config, dummy_config, open_gguf
     from generation.prompt import text_format
     from huggingface.tokenizer import DummyTokenizer, load_tokenizer
-    from serving.entrypoints import bind, check_engine_flags, fine_tunes, serve_engine
-    from serving.entrypoints import served_model
+    from serving.build import check_engine_flags, fine_tunes, served_model
+    from serving.entrypoints import bind, serve_engine
 
     parser = argparse.ArgumentParser(
         prog="python -m serving.cluster", description=__doc__.split("\n")[0], allow_abbrev=False,

@@ -62,7 +62,7 @@ def engine_runs(args: argparse.Namespace, prompts: list[list[int]], tmp: Path) -
     from huggingface.weights import hf_modules, save_checkpoint
     from paged_kv import SamplingParams
     from serving.batch import build_engine
-    from serving.entrypoints import engine_options, make_pool, register_adapter
+    from serving.build import engine_options, make_pool, register_adapter
 
     model_flag = ["--dummy", args.dummy] if args.dummy else ["--checkpoint", args.checkpoint]
     flags = ["--batch", "-", *model_flag, "--device", "cpu", "--max-num-seqs", str(args.requests)]

@@ -57,7 +57,7 @@ def bare_engine(folder: Path, texts: list[str], lengths: list[int], dtype: str) 
     from generation.load import load
     from paged_kv import SamplingParams
     from serving.batch import build_engine, replay, replay_metrics
-    from serving.entrypoints import engine_options
+    from serving.build import engine_options
     from serving.traces import Arrival, prompt_of
 
     args = parse_args(["--checkpoint", str(folder), "--dtype", dtype, "--batch", "x"])

@@ -321,7 +321,7 @@ def acc_and_norm(
 
 def run(args: GenerateConfig) -> None:
     """--choices: print the Accuracy, with --json also the log-likelihoods of all choices."""
-    from serving.entrypoints import build_service
+    from serving.build import build_service
 
     questions = rank0_then_broadcast(partial(read_task, args))
     service, start = build_service(args), time.perf_counter()

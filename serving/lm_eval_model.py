@@ -40,7 +40,7 @@ from generation.config import GenerateConfig, parse_args
 from generation.load import open_gguf
 from paged_kv import SamplingParams
 from serving.batch import Request
-from serving.entrypoints import build_service
+from serving.build import build_service
 from serving.evaluate import encode_pairs, first_token, loglikelihoods, run_requests
 
 LM_EVAL_DEVICE = "cuda:0"  # what lm-eval passes without --device, with a GPU or not

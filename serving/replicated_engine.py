@@ -58,7 +58,7 @@ def rank_service(argv: list[str], threads: int) -> Iterator[Service]:
     from generation.config import parse_args
     from generation.load import open_gguf
     from generation.ranks import process_group
-    from serving.entrypoints import build_service
+    from serving.build import build_service
 
     torch.set_num_threads(threads)
     args = parse_args(argv)

@@ -5,7 +5,7 @@ scheduler, sampler, tokenizer. A step is a function of the requests, so all rank
 if they queue and abort the same requests before each. Rank 0 records what it was asked since its
 last step and broadcasts it before the next one, as SGLang's scheduler does; the others repeat it
 and step too. The times and the free memory that decisions depend on are broadcast as well
-(entrypoints.py: engine_options).
+(build.py: engine_options).
 
 After a step that failed on one rank, or because another has died, the ranks may disagree. So rank 0
 ends its process then, and whatever started the ranks (torchrun, cluster.py) ends the others.
