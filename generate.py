@@ -182,7 +182,7 @@ class Decoder:
         self.logits = torch.zeros(batch, V, dtype=dtype, device=device) if keep_logits else None
         self.last_step: tuple[Tensor, Tensor] | None = None  # logits (B, T, V), sampled ids (B, T)
         self.weight_bytes = weight_bytes(model, batch)
-        # a drafting.Speculator or an early_exit.ExitSteps, which then runs the steps
+        # a speculation.Speculator or an early_exit.ExitSteps, which then runs the steps
         self.speculator: Any = None
         self.broadcast: Callable[[Tensor], Any] | None = None  # from rank 0, with --ep
         self.ahead: RunAhead | None = None  # of `run`

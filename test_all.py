@@ -154,7 +154,7 @@ import speculative as E
 import train as T
 from generation import chat as CHAT, config as GCONF, cpu, cpu_decode
 from serving import cascade as CASCADE
-from generation import decoder_setup as PARTS, speculation_length as DK, drafting as D
+from generation import decoder_setup as PARTS, speculation_length as DK, drafters as D
 from generation import draft_trees as TREES, early_exit as EE
 from generation import energy as ENERGY, gpu_report as REPORT, json_schema as JS
 from serving import evaluate as EVAL
@@ -166,7 +166,7 @@ from generation import prompt as PROMPT
 from generation import ranks as RANKS, sampling as S
 from serving import ratings as RATE
 from generation import layer_offload as STREAM, schema_merging as SCHEMA_MERGING
-from generation import structured as GR
+from generation import speculation as SPECULATION, structured as GR
 from huggingface import mha_to_gqa as CONVERT, fine_tune as FINE_TUNE, gguf_tokenizer as GT
 from huggingface import tokenizer as K, weights as HF
 from huggingface.chat_template import ChatTemplate, load_chat_template
@@ -10119,7 +10119,7 @@ def test_sampling_compiled_equals_eager():
 
 
 # --------------------------------------------------------------------------------------------------
-# drafting.py, and speculative decoding in generate.py
+# speculation.py, drafters.py, and speculative decoding in generate.py
 # --------------------------------------------------------------------------------------------------
 
 
@@ -10667,7 +10667,7 @@ def test_drafting_forced_acceptance_ignores_the_logits():
     logits, tokens = torch.randn(2, 4, 9, generator=seeded()), torch.zeros(2, 3, dtype=torch.long)
     own = logits.argmax(-1)
     for probability, accepted in ((0.0, [0, 0]), (1.0, [3, 2])):
-        verifier = D.RejectionSampler(S.Sampler(GREEDY, 2, 9), forced_acceptance=probability)
+        verifier = SPECULATION.RejectionSampler(S.Sampler(GREEDY, 2, 9), forced_acceptance=probability)
         out, n = verifier.verify(logits, tokens, None, torch.tensor([3, 2]))
         assert n.tolist() == accepted
         for row, count in enumerate(accepted):
@@ -10785,7 +10785,7 @@ def test_drafting_compiled_equals_eager(kind, tmp_path, monkeypatch):
     model = first_layers(spec_target("moe" if kind == "mtp" else "dense"), 2)
     ids, k = spec_prompts(6)[5], "auto" if kind == "ngram" else "2"
     monkeypatch.setattr(D, "MAX_DRAFT_TOKENS", 3)  # every k is a graph of the target's
-    monkeypatch.setattr(D, "time", SimpleNamespace(perf_counter=spec_clock))
+    monkeypatch.setattr(SPECULATION, "time", SimpleNamespace(perf_counter=spec_clock))
     expected = spec_run(G.Decoder(model, 90, GREEDY), ids, 50)
     more = dict(draft=first_layers(spec_draft(), 1), head=random_head(tmp_path, model.config.dim))
     with torch.inference_mode():  # as generate.py builds it: graphs depend on this mode

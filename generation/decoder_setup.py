@@ -66,10 +66,10 @@ def reserve_lookahead_(args: GenerateConfig, model: Transformer) -> int:
     do."""
     if not args.speculate and args.grammar is None:
         return 0
-    from generation import drafting
+    from generation import drafters
 
-    drafting.raise_mla_absorb_limit_(args, model)
-    return drafting.lookahead_slots(args)
+    drafters.raise_mla_absorb_limit_(args, model)
+    return drafters.lookahead_slots(args)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -163,17 +163,17 @@ def set_speculator_(
         return
     if not lookahead:
         return
-    from generation import drafting
+    from generation import drafters
 
     if args.speculate:
         load_fn = partial(load_draft, args, decoder.token.device)
-        speculator = drafting.build_speculator(args, decoder, tokenizer, load_fn)
+        speculator = drafters.build_speculator(args, decoder, tokenizer, load_fn)
         if dist.is_initialized() and args.speculate_k == "auto":
             speculator.new_policy = lambda new=speculator.new_policy: Rank0Policy(new())
             speculator.reset()
         decoder.speculator = speculator
     if args.grammar is not None:
-        drafting.jump_forced_tokens(decoder, lookahead)
+        drafters.jump_forced_tokens(decoder, lookahead)
 
 
 class RunAhead:

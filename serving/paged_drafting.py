@@ -1,7 +1,7 @@
 """Speculative decoding in the Engine: drafts in paged caches, verified row by row.
 
-generation/drafting.py has the drafters and the acceptance rules; an Engine takes them as callables.
-This file adds:
+generation/drafters.py builds the drafters and generation/speculation.py verifies their drafts; an
+Engine takes both as callables. This file adds:
 
     PagedDraftRunner   runs a drafter's model over a paged cache, on the sequences' block tables
     RowVerifier        an Engine's verifier: a RejectionSampler over the rows of its RowSampler
@@ -9,7 +9,8 @@ This file adds:
     jump_forced_tokens             drafts the tokens that grammars force
 
 Equivalence (test_all.py): greedy text == greedy text without drafts. Hooks: Engine.drafter,
-Engine.verifier and Engine.speculate_k. Needs: generation/drafting.py, generation/structured.py.
+Engine.verifier and Engine.speculate_k. Needs: generation/drafters.py, generation/speculation.py,
+generation/structured.py.
 """
 
 from __future__ import annotations
@@ -29,13 +30,12 @@ import torch
 from torch import Tensor
 
 from generation.config import GenerateConfig
-from generation.drafting import (
-    RejectionSampler, build_drafter, check_rope_scaling, new_policy, pad_drafts,
-)  # fmt: skip
+from generation.drafters import build_drafter, check_rope_scaling, new_policy
 from generation.sampling import RowSampler
+from generation.speculation import RejectionSampler, pad_drafts
 from generation.structured import ForcedPolicy, ForcedTokens
 from huggingface.tokenizer import Tokenizer
-from model import Transformer
+from model import ModelConfig, Transformer
 from paged_kv import Chunk, Engine, PagedKVCache, Sequence, Step
 from speculative import DraftRunner, Proposal, common_prefix_length
 
@@ -151,7 +151,10 @@ def enable_speculative_decoding(
     verifier = RowVerifier(engine.sampler, args.draft_coupled, args.forced_acceptance)
     sizes, weight = (len(blocks.refs), blocks.block_size), model.embed.weight
     kind = weight.dtype, weight.device, args.kv_cache_dtype
-    new_cache = lambda config: PagedKVCache(config, *sizes, *kind)
+
+    def new_cache(config: ModelConfig) -> PagedKVCache:
+        return PagedKVCache(config, *sizes, *kind)
+
     if args.speculate != "ngram":  # these drafters read the keys of all tokens
         engine.scheduler.max_blocks = None
     cache, make_runner = engine.cache, PagedDraftRunner
