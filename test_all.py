@@ -189,9 +189,9 @@ from serving import tp_worker as LOCKSTEP, metrics as METRICS
 from serving import migration as MIGRATION, openai_api as OA, paged_drafting as PD
 from serving import policies as POLICY, reorder as ROWS, entrypoints as SRUN
 from serving import runtime_adapters as RUNTIME, server as SV
-from planner import simulate as SIM, simulated_pools as POOLS
+from planner import simulate as SIM, simulated_replicas as RP
 from serving import shared_models as SHARED
-from planner import simulated_replica as RP, time_sharing as TS
+from planner import time_sharing as TS
 from serving import traces as TR, unacked as UNACKED
 from planner import variant_simulator as VS, variants as VA
 from serving import vattention as VM
@@ -14092,7 +14092,7 @@ def test_traces_are_described_and_kept_by_the_command(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------
-# planner/simulated_replica.py, planner/simulate.py
+# planner/simulated_replicas.py, planner/simulate.py
 # --------------------------------------------------------------------------------------------------
 
 
@@ -14433,7 +14433,7 @@ def test_simulate_foretells_the_engine(tmp_path, monkeypatch, capsys):
 
 
 # --------------------------------------------------------------------------------------------------
-# planner/simulated_pools.py
+# planner/simulated_replicas.py: pools, adapters, lending
 # --------------------------------------------------------------------------------------------------
 
 POOLS_COST = RP.StepCost(5e-3, 1e-4, 1e-6, 5e-5)
@@ -14444,8 +14444,8 @@ def pools_run(
     trace, n, m, flip=False, seconds=1e-6, slo=(1.0, 0.02), report=None, cost=POOLS_COST, **sizes
 ):
     """Metrics of a trace on n prefill and m decode replicas, and the Pools."""
-    replicas = [POOLS.PoolReplica(cost, **POOLS_SIZES | sizes) for _ in range(n + m)]
-    pools = POOLS.Pools(replicas, n, seconds, slo, flip)
+    replicas = [RP.PoolReplica(cost, **POOLS_SIZES | sizes) for _ in range(n + m)]
+    pools = RP.Pools(replicas, n, seconds, slo, flip)
     report = report or SIM.Report(slo)
     return SIM.simulate(trace, replicas, pools, report, [pools, *replicas]), pools
 
@@ -14502,10 +14502,10 @@ def test_pools_transfers_take_bytes_over_bandwidth(capsys):
     bandwidth, and nothing else waits for it; --bandwidth and --model give the seconds of a token.
     """
     trace = [TR.Arrival(0.0, ((i, 100 * i),), 2) for i in (1, 2)]
-    arrivals, receive = [], POOLS.PoolReplica.send
+    arrivals, receive = [], RP.PoolReplica.send
     with pytest.MonkeyPatch.context() as patch:
         note = lambda r, part, t: (arrivals.append((part.n_prompt, t)), receive(r, part, t))
-        patch.setattr(POOLS.PoolReplica, "send", note)
+        patch.setattr(RP.PoolReplica, "send", note)
         pools_run(trace, 1, 1, seconds=1e-3, report=(report := SIM.Report()))
     ready = POOLS_COST(300, 300)
     assert arrivals[2:] == [(100, pytest.approx(ready + 0.1)), (200, pytest.approx(ready + 0.3))]
@@ -14538,14 +14538,14 @@ def test_pools_flip_only_what_the_other_pool_can_spare():
     """With more queued prompts than their objective allows, a decode replica changes roles, once it
     is empty; not if the decode replicas need each other."""
     for busy in (False, True):
-        replicas = [POOLS.PoolReplica(POOLS_COST, **POOLS_SIZES) for _ in range(4)]
-        pools = POOLS.Pools(replicas, 2, 1e-6, (1.0, 0.02), flip=True)
+        replicas = [RP.PoolReplica(POOLS_COST, **POOLS_SIZES) for _ in range(4)]
+        pools = RP.Pools(replicas, 2, 1e-6, (1.0, 0.02), flip=True)
         part = lambda tokens: RP.Part.of(TR.Arrival(0.0, ((1, tokens),), 9))
         for replica in replicas[:2] * 2:
             replica.send(part(6000), 0.0)
         for replica in replicas[2:] * (2 if busy else 1):
             received = part(3000)
-            received.swapped_kv = POOLS.ReceivedKV(3000, [], [])
+            received.swapped_kv = RP.ReceivedKV(3000, [], [])
             replica.send(received, 0.0)
         for _ in range(2):  # what drains is not moved before it is empty
             pools._flip()
@@ -14562,19 +14562,19 @@ def test_pools_place_by_predicted_length():
     short = "random:n=250,rate=8,input=50:150,output=10:30,client=short"
     text = short + "+random:n=40,rate=1.2,input=50:150,output=600:900,client=long"
     preempted, seconds = {}, {}
-    fewest = lambda pools, part: min(pools.decode, key=lambda r: len(POOLS.parts_of(r)))
-    for place in (POOLS.Pools._place, fewest):
+    fewest = lambda pools, part: min(pools.decode, key=lambda r: len(RP.parts_of(r)))
+    for place in (RP.Pools._place, fewest):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(POOLS.Pools, "_place", place)
+            patch.setattr(RP.Pools, "_place", place)
             metrics, _ = pools_run(TR.generate(text), 1, 2, num_blocks=150)
             preempted[place], seconds[place] = metrics["preemptions"], metrics["e2e_mean"]
-    assert preempted[POOLS.Pools._place] < 0.85 * preempted[fewest], preempted
-    assert seconds[POOLS.Pools._place] < seconds[fewest]
+    assert preempted[RP.Pools._place] < 0.85 * preempted[fewest], preempted
+    assert seconds[RP.Pools._place] < seconds[fewest]
 
 
 def adapters_run(trace, adapters, route, n=1, slo=(1.0, 0.1)):
     sizes, report = POOLS_SIZES | dict(adapters=adapters), SIM.Report(slo)
-    replicas = [POOLS.AdapterReplica(POOLS_COST, **sizes) for _ in range(n)]
+    replicas = [RP.AdapterReplica(POOLS_COST, **sizes) for _ in range(n)]
     metrics = SIM.simulate(trace, replicas, route, report)
     return metrics | {"ttft_mean": sum(report.ttft) / len(report.ttft)}, replicas
 
@@ -14586,7 +14586,7 @@ def test_pools_cold_adapters_start_on_the_cpu():
     trace = [*TR.generate("random:n=200,rate=4,clients=100,input=200/600,output=30/90")]
     runs = {}
     for wait in (False, True):
-        adapters = POOLS.Adapters((8, 64), 1e-3, 2e-6, slots=16, wait=wait)
+        adapters = RP.Adapters((8, 64), 1e-3, 2e-6, slots=16, wait=wait)
         runs[wait], [replica] = adapters_run(trace, adapters, SIM.RoundRobin())
         assert not +replica.in_use and len(replica.loaded) <= 17
     assert runs[False]["ttft_mean"] < 0.95 * runs[True]["ttft_mean"], runs
@@ -14594,7 +14594,7 @@ def test_pools_cold_adapters_start_on_the_cpu():
     for tokens, wait, seconds in (
         (400, True, 0.1 + 0.04), (400, False, 0.1 + 0.04 - 0.1 / 4), (100, False, 0.04),
     ):  # fmt: skip
-        adapters = POOLS.Adapters((10,), 1e-2, 1e-3, cpu=4.0, wait=wait)
+        adapters = RP.Adapters((10,), 1e-2, 1e-3, cpu=4.0, wait=wait)
         got, _ = adapters_run([TR.Arrival(1.0, ((1, tokens),), 1)], adapters, SIM.RoundRobin())
         want = seconds + POOLS_COST(0, tokens) + 10 * 1e-3
         assert got["ttft_mean"] == pytest.approx(want), (tokens, wait)
@@ -14606,13 +14606,13 @@ def test_pools_rank_aware_routing_misses_fewer_objectives():
     fewest = lambda a, replicas: min(replicas, key=lambda r: SIM.load(r, a.arrival_time))
     slo, within = (1.0, 0.02), []
     trace = [*TR.generate("random:n=500,rate=40,clients=50,input=100/300,output=60/180")]
-    for route in (fewest, POOLS.RankAware(slo)):
-        adapters = POOLS.Adapters((8, 8, 8, 128), 0.0, 2e-5, slots=64)
+    for route in (fewest, RP.RankAware(slo)):
+        adapters = RP.Adapters((8, 8, 8, 128), 0.0, 2e-5, slots=64)
         within.append(adapters_run(trace, adapters, route, 4, slo)[0]["within_slo"])
     assert within[1] > within[0] + 0.02, within
 
 
-class CheckedLender(POOLS.LendingReplica):
+class CheckedLender(RP.LendingReplica):
     """Checks allocators and ledger after each step. copies: (swapped in, of a peer's memory,
     tokens, tokens at host memory's speed)."""
 
@@ -14645,7 +14645,7 @@ def lend_run(trace, cost, ratio, report=None):
     """Metrics and copies of two replicas, of which client b has the second."""
     CheckedLender.copies = []
     replicas = [CheckedLender(cost, **LEND_SIZES) for _ in range(2)]
-    ledger, route = POOLS.Ledger(replicas, ratio), lambda a, rs: rs[a.client == "b"]
+    ledger, route = RP.Ledger(replicas, ratio), lambda a, rs: rs[a.client == "b"]
     metrics = SIM.simulate(trace, replicas, route, report or SIM.Report(), replicas)
     assert not ledger.loans and all(r.allocator.n_free == 250 for r in replicas)
     return metrics, CheckedLender.copies

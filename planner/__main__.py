@@ -8,8 +8,8 @@ The program alone; the formulas lie beside it, by topic:
     cost_model.py       models, GPUs, FLOPs, collectives
     train     training_report.py, training_plan.py
     serve     serving_plan.py, serving_cost.py
-    simulate  simulate.py, simulated_replica.py, simulated_pools.py; colocation.py, time_sharing.py;
-              variants.py, variant_simulator.py
+    simulate  simulate.py, simulated_replicas.py; colocation.py, time_sharing.py; variants.py,
+              variant_simulator.py
     site      datacenter.py
     search    search.py, auto_sharding.py, uneven_sharding.py, helix.py, spindle.py,
               pipeline_search.py, perseus.py, mixed_cluster.py, solvers.py

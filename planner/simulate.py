@@ -2,11 +2,11 @@
 
     python -m planner simulate trace TRACE --policies fcfs,fair,sjf --replicas 4 --plot out.png
 
-TRACE is a file or a description (traces.py). The replicas run the real Scheduler on a virtual clock
-(simulated_replica.py); they may be prefill and decode pools, have LoRA adapters, or lend each other
-memory (simulated_pools.py). What a step costs is linear, base + per_token tokens + per_key keys
-read: --calibrate measures it on this machine, --device computes it from published peak rates,
-without launches.
+TRACE is a file or a description (traces.py). The replicas run the real Scheduler on a virtual
+clock; they may be prefill and decode pools, have LoRA adapters, or lend each other memory
+(simulated_replicas.py). What a step costs is linear, base + per_token tokens + per_key keys read:
+--calibrate measures it on this machine, --device computes it from published peak rates, without
+launches.
 
 What it does not know: other programs on the machine, and costs that are not linear (a step of few
 tokens is bound by reading the weights, one of many by compute). --engine runs the trace on a real
@@ -39,11 +39,10 @@ from huggingface.tokenizer import one_line
 from paged_kv import Output, SamplingParams, Scheduler
 from serving.batch import percentile, replay
 from serving.policies import qoe
-from planner.simulated_pools import (
-    AdapterReplica, Adapters, Ledger, LendingReplica, PoolReplica, Pools, RankAware,
-    advance_together,
+from planner.simulated_replicas import (
+    AdapterReplica, Adapters, Ledger, LendingReplica, Part, PoolReplica, Pools, RankAware, Replica,
+    StepCost, advance_together,
 )  # fmt: skip
-from planner.simulated_replica import Part, Replica, StepCost
 from serving.traces import GENERATORS, Arrival, generate, open_trace
 
 # --------------------------------------------------------------------------------------------------
