@@ -204,7 +204,8 @@ from training import offload as OF, optimizers as OP, python_text as PT, recompu
 from training import recovery as RE, shards as SHARDS, state as SD, step as STEP
 from serving import token_windows as TW
 from training import lr_sweep as TRIALS, watchdog as WD
-from training import low_precision as LOWP, run_folder as RF, writer_lock as WL
+from training import capacity_routing as CAPACITY, low_precision as LOWP
+from training import run_folder as RF, writer_lock as WL
 
 import torch._dynamo  # torch would import it lazily: here once, before any fork
 import torch.distributed.checkpoint._fsspec_filesystem  # noqa: F401, likewise
@@ -8165,25 +8166,31 @@ for dtype, value in ((torch.float32, math.nan), (torch.bfloat16, INF), (torch.fl
     hostile[37, 2] = hostile[23, 7] = value
     first = r"^(?!.*37).*logits.*\b23\b"  # the first token that is not finite
     REFUSED[f"moe: route, a logit of {value}"] = partial(O.route, hostile, 2), first
-    REFUSED[f"moe: expert_choice, a logit of {value}"] = partial(O.expert_choice, hostile, 2), first
+    REFUSED[f"moe: expert_choice, a logit of {value}"] = (
+        partial(CAPACITY.expert_choice, hostile, 2),
+        first,
+    )
 for n in (0, 41):
-    call = partial(O.expert_choice, MOE_LOGITS, n)
+    call = partial(CAPACITY.expert_choice, MOE_LOGITS, n)
     REFUSED[f"moe: expert_choice, capacity {n}"] = call, rf"capacity.*{n}"
 for factor in (0, -1.0, INF):
-    call = partial(O.expert_capacity, 8, 2, 4, factor)
+    call = partial(CAPACITY.expert_capacity, 8, 2, 4, factor)
     REFUSED[f"moe: expert_capacity, factor {factor}"] = call, "factor"
-REFUSED["moe: expert_capacity of 0"] = partial(O.expert_capacity, 8, 2, 0, 1.0), "n_experts"
+REFUSED["moe: expert_capacity of 0"] = partial(CAPACITY.expert_capacity, 8, 2, 0, 1.0), "n_experts"
 MOE_NO_IDS = torch.zeros(2, 1), torch.zeros(2, 1, dtype=torch.long), 4
 REFUSED |= {
-    "moe: limit_capacity, capacity": (lambda: O.limit_capacity(*MOE_NO_IDS, 0), "capacity"),
-    "moe: limit_capacity, by": (lambda: O.limit_capacity(*MOE_NO_IDS, 1, by="id"), r"by.*id"),
+    "moe: limit_capacity, capacity": (lambda: CAPACITY.limit_capacity(*MOE_NO_IDS, 0), "capacity"),
+    "moe: limit_capacity, by": (
+        lambda: CAPACITY.limit_capacity(*MOE_NO_IDS, 1, by="id"),
+        r"by.*id",
+    ),
 }
 
 
 def test_moe_expert_capacity():
     """Slots per expert, rounded up, at least one."""
     table = {(8, 2, 4, 1.25): 5, (9, 1, 4, 1): 3, (1, 1, 64, 0.001): 1, (0, 2, 4, 1): 1}
-    got = {sizes: O.expert_capacity(*sizes) for sizes in table}
+    got = {sizes: CAPACITY.expert_capacity(*sizes) for sizes in table}
     assert got == table and all(type(n) is int for n in got.values())
 
 
@@ -8223,7 +8230,7 @@ def test_moe_limit_capacity_drops_the_right_slots(by):
             for s in slots[:capacity]:
                 kept[s] = 1
         options = dict(by=by) if by == "weight" else {}
-        got_weights, got_ids = O.limit_capacity(weights, ids, n_experts, capacity, **options)
+        got_weights, got_ids = CAPACITY.limit_capacity(weights, ids, n_experts, capacity, **options)
         got_weights.sum().backward()
         assert torch.equal(got_ids, ids.where(kept > 0, -1)) and torch.equal(ids, before)
         assert torch.equal(got_weights, weights * kept) and torch.equal(weights.grad, kept.float())
@@ -8237,7 +8244,7 @@ def test_moe_expert_choice_equals_plain_python(scoring):
     for n, n_experts in ((1, 1), (9, 4), (17, 6), (5, 16)):
         for capacity in {1, max(1, n // 2), n}:
             logits = (torch.randn(n, n_experts, generator=seeded(n)) * 2).requires_grad_()
-            weights, ids = O.expert_choice(logits, capacity, **options)
+            weights, ids = CAPACITY.expert_choice(logits, capacity, **options)
             exact = logits.detach().double().requires_grad_()
             scores = exact.softmax(-1) if scoring == "softmax" else exact.sigmoid()
             mask = torch.zeros(n, n_experts, dtype=torch.bool)
@@ -8250,7 +8257,10 @@ def test_moe_expert_choice_equals_plain_python(scoring):
             (scores * mask * coefficients).sum().backward()
             close(weights, scores * mask, 1e-6)
             close(logits.grad, exact.grad, 1e-6)
-        assert O.expert_choice(logits.detach().bfloat16(), 1, **options)[0].dtype == torch.float32
+        assert (
+            CAPACITY.expert_choice(logits.detach().bfloat16(), 1, **options)[0].dtype
+            == torch.float32
+        )
 
 
 # ---- load balancing ----
@@ -8587,13 +8597,13 @@ def test_moe_padded_experts_equal_grouped_experts_with_limited_capacity(capacity
         args = moe_inputs(19, 20, 16, 8, 4, 3, pattern)
 
         def limited(x, weights, ids, *stacks):
-            weights, ids = O.limit_capacity(weights, ids, 4, capacity)
+            weights, ids = CAPACITY.limit_capacity(weights, ids, 4, capacity)
             return MOE_BACKENDS["torch"](x, weights, ids, *stacks)
 
         with moe_nan_filled_memory():
-            got = moe_outcome(lambda *a: O.padded_experts(*a, capacity), args)
+            got = moe_outcome(lambda *a: CAPACITY.padded_experts(*a, capacity), args)
         moe_assert_close(got, moe_outcome(limited, args))
-    assert O.padded_experts(*moe_inputs(19, 0, 16, 8, 4, 3), capacity).shape == (0, 16)
+    assert CAPACITY.padded_experts(*moe_inputs(19, 0, 16, 8, 4, 3), capacity).shape == (0, 16)
 
 
 def moe_call(backend="auto", **changes):
