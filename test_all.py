@@ -187,7 +187,7 @@ from serving import replicated_engine as FAILOVER, finetune, kv_store as KVS, kv
 from planner import length_batching as LB
 from serving import tp_worker as LOCKSTEP, metrics as METRICS
 from serving import migration as MIGRATION, openai_api as OA, paged_drafting as PD
-from serving import policies as POLICY, reorder as ROWS, entrypoints as SRUN
+from serving import policies as POLICY, reorder as ROWS, entrypoints as SRUN, replay as REPLAY
 from serving import runtime_adapters as RUNTIME, server as SV
 from planner import simulate as SIM, simulated_replicas as RP
 from serving import shared_models as SHARED
@@ -14293,7 +14293,7 @@ def test_simulate_percentiles_are_exact_to_a_percent(values, p):
     histogram = SIM.Histogram()
     for part in (values[:7], values[7:]):
         histogram.add(part)
-    exact = V.percentile(values, p)
+    exact = REPLAY.percentile(values, p)
     assert exact * (1 - 1e-9) <= histogram.percentile(p) <= exact * 1.0101
 
 
@@ -14428,7 +14428,7 @@ def test_simulate_foretells_the_engine(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(SIM, "load_engine", load_clocked)
     monkeypatch.setattr(SIM, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(V, "time", SimpleNamespace(sleep=advance))
+    monkeypatch.setattr(REPLAY, "time", SimpleNamespace(sleep=advance))
     monkeypatch.setattr(P.Engine, "_run", run_clocked)
     monkeypatch.setattr(P, "INTERPRET", False)
     cost, sizes = str(tmp_path / "cost.json"), ["--max-num-seqs=16", "--max-num-batched-tokens=512"]
@@ -14787,18 +14787,18 @@ def test_serving_latency_counts_from_the_arrival_time(monkeypatch):
     now, model = [100.0], random_model(tiny())
     advance = lambda seconds: now.__setitem__(0, now[0] + seconds)
     model.register_forward_hook(lambda *_: advance(1))
-    monkeypatch.setattr(V.time, "sleep", advance)
+    monkeypatch.setattr(REPLAY.time, "sleep", advance)
     engine = V.build_engine(model, num_blocks=16, clock=lambda: now[0])
     trace = [(0.5, ((5, 9),), 3), (0.75, TR.prompt_of([6] * 20), 2), (9.0, ((7, 1),), 1)]
     trace = [TR.Arrival(*request) for request in trace]
-    got = V.replay_metrics(engine, trace, greedy())
+    got = REPLAY.replay_metrics(engine, trace, greedy())
     # the first runs at 0.5, 1.5, 2.5; the second at 1.5, 2.5; the third at 9
     want = dict(requests=3, prompt_tokens=30, output_tokens=6, seconds=10, preemptions=0)
     want |= dict(output_tokens_per_second=0.6, total_tokens_per_second=3.6, hit_rate=0)
     times = dict(queue=(0.25, 0, 0.75), ttft=(1.25, 1, 1.75), itl=(1, 1, 1), e2e=(2.25, 2.75, 3))
     for name, values in times.items():
         want |= {f"{name}_seconds_{x}": n for x, n in zip(("mean", "p50", "p99"), values)}
-    assert got == want and re.search(r"TTFT +1250.0 +1000.0 +1750.0", V.summary_table(got))
+    assert got == want and re.search(r"TTFT +1250.0 +1000.0 +1750.0", REPLAY.summary_table(got))
 
 
 def test_serving_benchmark_prints_a_table_or_json():

@@ -37,7 +37,7 @@ import numpy as np
 from generation.config import parse_slo
 from huggingface.tokenizer import one_line
 from paged_kv import Output, SamplingParams, Scheduler
-from serving.batch import percentile, replay
+from serving.replay import percentile, replay
 from serving.policies import qoe
 from planner.simulated_replicas import (
     AdapterReplica, Adapters, Ledger, LendingReplica, Part, PoolReplica, Pools, RankAware, Replica,

@@ -1,10 +1,9 @@
-"""Offline batch inference from JSONL files, and the serving benchmark, on paged_kv.py's Engine.
+"""Text requests on paged_kv.py's Engine, and offline batch inference from JSONL files.
 
 The Engine schedules token ids and KV blocks; it knows neither text nor files. This file adds:
 
     Service       requests in, results out: streamed text, stop strings, EOS, log-probabilities
     run_batch     --batch: a JSONL file of requests to a JSONL file of results (batch_file.py)
-    replay        --bench-serving: a trace's requests at their arrival times, in real time
 
 A request file may be long or have invalid lines, and the process may die halfway. So the file is
 read only as fast as the engine needs it; an invalid line gets an error result that names line and
@@ -12,9 +11,6 @@ field and does not affect the others; each result is written in one piece as soo
 The results file is the whole state of a run: a restart removes an incomplete last line and skips
 the requests that have a result; a file of other requests, flags or weights is refused. (--reorder
 reads the whole file first: serving/reorder.py.)
-
-In the benchmark, latencies count from a request's arrival time, not from when the engine admits it:
-queueing must not make a slow engine look faster.
 
 Equivalence (test_all.py): a request in a batch == the same request alone through generate.py; a run
 killed at any point and resumed == an uninterrupted run. Both up to rounding, which depends on the
@@ -61,7 +57,7 @@ from serving.batch_file import Id, RequestLine, Results, request_lines
 from serving.kv_transfer import continued, import_request
 from serving.paged_drafting import jump_forced_tokens
 from serving.reorder import fields_text, group_requests
-from serving.traces import Arrival
+from serving.replay import percentile
 
 # --------------------------------------------------------------------------------------------------
 # The engine
@@ -444,90 +440,3 @@ def stored_tokens(stats: Mapping[str, float]) -> str:
     """The prompts' tokens that --kv-store had, for a line of statistics; "" if none."""
     host, disk = (stats[f"kv_store_{tier}_tokens"] for tier in ("host", "disk"))
     return f", from the KV store {host} tokens in memory, {disk} on disk" if host + disk else ""
-
-
-# --------------------------------------------------------------------------------------------------
-# Serving benchmark
-# --------------------------------------------------------------------------------------------------
-
-
-def replay(
-    engine: Engine,
-    trace: Iterable[Arrival],
-    params: SamplingParams,
-    sync_time: Callable[[float], float] = lambda seconds: seconds,
-) -> list[Output]:
-    """Run a trace in real time, request i with seed + i, which is also its Output's id; the
-    arrival_time of each Output is the trace's. With several ranks, sync_time(time) returns rank 0's
-    time, so that all ranks schedule the same requests in each step."""
-    vocab_size, done = engine.model.config.vocab_size, []
-    waiting = deque((i, a, a.ids(vocab_size)) for i, a in enumerate(trace))
-    start = sync_time(engine.clock())
-    while waiting or engine.unfinished:
-        now = sync_time(engine.clock()) if waiting else math.inf
-        while waiting and start + waiting[0][1].arrival_time <= now:
-            i, a, ids = waiting.popleft()
-            seed = (params.seed + i) % 2**63
-            request = replace(params, max_new_tokens=a.max_new_tokens, seed=seed)
-            engine.add(ids, request, id=i, priority=a.priority, client=a.client)
-            engine.outputs[i].arrival_time = start + a.arrival_time
-        if not engine.unfinished:
-            time.sleep(max(0.0, start + waiting[0][1].arrival_time - sync_time(engine.clock())))
-        done += [output for output in engine.step() if output.finished]
-    for output in done:
-        if output.error is not None:
-            raise ValueError(output.error)
-    return done
-
-
-def replay_metrics(
-    engine: Engine,
-    trace: list[Arrival],
-    params: SamplingParams,
-    sync_time: Callable[[float], float] = lambda seconds: seconds,
-) -> dict[str, Any]:
-    """Replay a trace; its metrics under the keys that --json prints, times in seconds."""
-    scheduler = engine.scheduler
-
-    def counts() -> tuple[int, int, int]:
-        return scheduler.n_hit_tokens, scheduler.n_admitted_tokens, scheduler.n_preempted
-
-    before, done = counts(), replay(engine, trace, params, sync_time)
-    hit_tokens, prompt_tokens, preempted = (b - a for a, b in zip(before, counts()))
-
-    times: dict[str, list[float]] = {name: [] for name in ("queue", "ttft", "itl", "e2e")}
-    for output in done:
-        arrival, (admitted, *tokens) = output.arrival_time, output.timestamps
-        for name, t in (("queue", admitted), ("ttft", tokens[0]), ("e2e", tokens[-1])):
-            times[name].append(t - arrival)
-        times["itl"] += [b - a for a, b in zip(tokens, tokens[1:])]
-    start = done[0].arrival_time - trace[done[0].id].arrival_time
-    seconds = max(output.timestamps[-1] for output in done) - start
-    n_in, n_out = sum(len(o.prompt_ids) for o in done), sum(len(o.token_ids) for o in done)
-    metrics = dict(requests=len(done), seconds=seconds, prompt_tokens=n_in, output_tokens=n_out)
-    metrics["output_tokens_per_second"] = n_out / seconds
-    metrics["total_tokens_per_second"] = (n_in + n_out) / seconds
-    metrics |= dict(hit_rate=hit_tokens / max(1, prompt_tokens), preemptions=preempted)
-    for name, t in times.items():
-        metrics |= {f"{name}_seconds_p{p}": percentile(t, p) for p in (50, 99)}
-        metrics[f"{name}_seconds_mean"] = sum(t) / len(t) if t else None
-    return {name: value if value is None else round(value, 6) for name, value in metrics.items()}
-
-
-def percentile(values: Collection[float], p: float) -> float | None:
-    """The nearest-rank percentile: the smallest value with p percent of the values at or below it;
-    None if there are no values."""
-    return sorted(values)[math.ceil(p / 100 * len(values)) - 1] if values else None
-
-
-def summary_table(m: Mapping[str, Any]) -> str:
-    """The metrics of a replay as a table."""
-    ms = lambda value: "-" if value is None else f"{1e3 * value:.1f}"
-    columns, line = ("mean", "p50", "p99"), "{:16} {:>9} {:>9} {:>9}".format
-    names = {"queue": "queue time", "ttft": "TTFT", "itl": "ITL", "e2e": "end to end"}
-    rows = [line(text, *(ms(m[f"{x}_seconds_{c}"]) for c in columns)) for x, text in names.items()]
-    head = f"{m['requests']} requests in {m['seconds']:.2f} s, {m['prompt_tokens']} input tokens, "
-    head += f"{m['output_tokens']} output tokens: {m['output_tokens_per_second']:.1f} output tok/s"
-    head += f", {m['total_tokens_per_second']:.1f} total tok/s"
-    end = f"prefix cache hit rate {m['hit_rate']:.0%}, {m['preemptions']} preemptions"
-    return "\n".join([head, line("ms", *columns), *rows, end])

@@ -30,7 +30,7 @@ from typing import Any
 
 import httpx
 
-from serving.batch import percentile
+from serving.replay import percentile
 from training.flags import check_positive
 
 Result = dict[str, float]
@@ -56,8 +56,9 @@ def bare_engine(folder: Path, texts: list[str], lengths: list[int], dtype: str) 
     from generation.config import parse_args
     from generation.load import load
     from paged_kv import SamplingParams
-    from serving.batch import build_engine, replay, replay_metrics
+    from serving.batch import build_engine
     from serving.build import engine_options
+    from serving.replay import replay, replay_metrics
     from serving.traces import Arrival, prompt_of
 
     args = parse_args(["--checkpoint", str(folder), "--dtype", dtype, "--batch", "x"])

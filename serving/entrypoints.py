@@ -53,6 +53,7 @@ from serving.build import (
     adapter_format, build_service, cascade_engine, load_engine, read_adapter, served_model,
 )  # fmt: skip
 from serving.disaggregated import Placement, Worker, placements, search
+from serving.replay import replay, replay_metrics, summary_table
 from serving.runtime_adapters import RuntimeAdapters
 from serving.tp_worker import follow, on_rank0
 from serving.traces import FRESH, Arrival, generate
@@ -205,9 +206,9 @@ def bench_serving(args: GenerateConfig) -> None:
     for arrival in trace[: 2 * args.max_num_seqs]:
         prompt = tuple((text + FRESH, n) for text, n in arrival.prompt)
         warm_up.append(replace(arrival, arrival_time=0.0, prompt=prompt))
-    serving_batch.replay(engine, warm_up, params, broadcast_object)  # compiles and captures steps
-    metrics = serving_batch.replay_metrics(engine, trace, params, broadcast_object)
-    print(json.dumps(metrics) if args.json else serving_batch.summary_table(metrics))
+    replay(engine, warm_up, params, broadcast_object)  # compiles and captures steps
+    metrics = replay_metrics(engine, trace, params, broadcast_object)
+    print(json.dumps(metrics) if args.json else summary_table(metrics))
 
 
 def random_trace(args: GenerateConfig, rate: float, seed: int) -> list[Arrival]:
