@@ -9270,12 +9270,7 @@ ALONE = [
     ("paged_kv+model", ENGINE, "installed", ""),
 ]
 ALONE_SLOW = [
-    (
-        "calibrate cpu draft_trees gemm quantize sampling sparse speculative values",
-        "",
-        "installed",
-        TABLE,
-    ),
+    ("calibrate cpu draft_trees gemm quantize sampling sparse speculative", "", "installed", TABLE),
     ("kv_eviction ratings", "", "installed", TABLE),
     ("energy", "", "installed", r"no energy counter: |: [\d.]+ W"),
     ("moe", "", "installed missing", r"(.*\n){5}"),
@@ -10677,7 +10672,9 @@ def test_drafting_forced_acceptance_ignores_the_logits():
     logits, tokens = torch.randn(2, 4, 9, generator=seeded()), torch.zeros(2, 3, dtype=torch.long)
     own = logits.argmax(-1)
     for probability, accepted in ((0.0, [0, 0]), (1.0, [3, 2])):
-        verifier = SPECULATION.RejectionSampler(S.Sampler(GREEDY, 2, 9), forced_acceptance=probability)
+        verifier = SPECULATION.RejectionSampler(
+            S.Sampler(GREEDY, 2, 9), forced_acceptance=probability
+        )
         out, n = verifier.verify(logits, tokens, None, torch.tensor([3, 2]))
         assert n.tolist() == accepted
         for row, count in enumerate(accepted):
