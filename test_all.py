@@ -137,7 +137,7 @@ from parallelism import quantized_collectives as QC, ring_self_attention as RSA
 from parallelism import schedules as SC
 from planner import search, serving_cost as SCOST, serving_plan as SPLAN
 from parallelism import sharded_attention as SA
-from planner import solvers, spindle, training_plan, training_report, uneven_sharding
+from planner import solvers, spindle, training_plan, training_report
 from parallelism import zero
 from quantization import gemm as X, sparse as Z
 from generation import adapters as AD
@@ -31197,17 +31197,21 @@ def test_search_transfers_of_megatron_and_data_parallelism():
     operators, widths = auto_sharding.layer_graph(PLANNER_8B, 8192)
     shapes = [(4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)]
 
-    def moves(letters, axes, micros):
-        pairs = zip(operators, letters, strict=True)
+    def moves(splits, axes, micros):
+        pairs = zip(operators, splits, strict=True)
         return [m for op, x in pairs for m in auto_sharding.op_transfers(op, x, axes, 100, micros)]
 
-    for letters, want in (
-        ("rjhkrjk", [2 * 100 * 4096] * 4), ("iiiiiii", [4 * k * n / 5 for k, n in shapes]),
-    ):  # fmt: skip
-        assert moves(letters, [8], 5) == [("all-reduce", size, 0) for size in want]
+    A_ = auto_sharding
+    for used, want in (
+        (A_.TENSOR_PARALLEL, [2 * 100 * 4096] * 4),
+        (A_.DATA_PARALLEL, [4 * k * n / 5 for k, n in shapes]),
+    ):
+        splits = [(one,) for one in used]
+        assert moves(splits, [8], 5) == [("all-reduce", size, 0) for size in want]
         for u, v in widths:
-            assert not list(auto_sharding.reshard_transfers(letters[u], letters[v], [8], 1))
-    both = [{"norm": "ir", "attention": "ih"}.get(op.name, "ij") for op in operators]
+            assert not list(A_.reshard_transfers(splits[u], splits[v], [8], 1))
+    second = {"norm": A_.WHOLE, "attention": A_.HEADS}
+    both = [(A_.TOKENS, second.get(op.name, A_.COLUMNS)) for op in operators]
     assert moves(both, [2, 4], 1) == [
         move for k, n in shapes
         for move in (("all-reduce", 4 * k * n / 4, 0), ("all-reduce", 2 * 100 * k / 2, 1))
@@ -31217,11 +31221,16 @@ def test_search_transfers_of_megatron_and_data_parallelism():
 def test_search_resharding_between_layouts():
     """Alpa, table 2, and its backward pass: nothing between equal layouts and, forward, from
     replicated ones; an all-gather to replicated; an all-to-all between two sharded dimensions."""
-    kinds = lambda x, y: [m[0] for m in auto_sharding.reshard_transfers(x, y, [4], 8.0)]
-    assert [kinds(x, y) for x, y in ("ii", "kr", "jk", "hk")] == [[]] * 4
-    assert [kinds(x, y) for x, y in ("ij", "jr", "ki", "rk")] == [["all-gather"]] * 4
-    assert [kinds(x, y) for x, y in ("ik", "ji", "hi")] == [["all-to-all"] * 2] * 3
-    both = list(auto_sharding.reshard_transfers("ij", "rk", [2, 4], 8.0))
+    A_ = auto_sharding
+    tokens, columns, rows, heads, whole = A_.TOKENS, A_.COLUMNS, A_.ROWS, A_.HEADS, A_.WHOLE
+    kinds = lambda x, y: [m[0] for m in A_.reshard_transfers((x,), (y,), [4], 8.0)]
+    for x, y in (tokens, tokens), (rows, whole), (columns, rows), (heads, rows):
+        assert kinds(x, y) == []
+    for x, y in (tokens, columns), (columns, whole), (rows, tokens), (whole, rows):
+        assert kinds(x, y) == ["all-gather"]
+    for x, y in (tokens, rows), (columns, tokens), (heads, tokens):
+        assert kinds(x, y) == ["all-to-all"] * 2
+    both = list(A_.reshard_transfers((tokens, columns), (whole, rows), [2, 4], 8.0))
     assert both == [("all-gather", 2.0, 0)]  # the other axis keeps its quarter
     device = PLANNER_H100
     seconds = partial(auto_sharding.transfer_seconds, device, (2, 8))
@@ -31232,26 +31241,25 @@ def test_search_resharding_between_layouts():
 
 
 def search_stage_seconds(shape, device, seq, b, micros, d, n, first, last, stored, recompute):
-    """The least time of a stage on d GPUs (1 or 2), of all letters of all operators."""
+    """The least time of a stage on d GPUs (1 or 2), of all splits of all operators."""
     A_, axes, tokens = auto_sharding, [d, 1], b * seq
     operators, widths = A_.layer_graph(shape, seq)
-    letters = "r" if d == 1 else "ijkr"
-    allowed = [[x for x in letters.replace("j", "h" if op.name == "attention" else "j")
-                if x in op.letters and (x != "i" or b % d == 0)] for op in operators]  # fmt: skip
+    every = [A_.WHOLE] if d == 1 else [A_.TOKENS, A_.COLUMNS, A_.HEADS, A_.ROWS, A_.WHOLE]
+    allowed = [[x for x in every if x in op.splits and (x is not A_.TOKENS or b % d == 0)]
+               for op in operators]  # fmt: skip
     seconds = lambda moves: sum(A_.transfer_seconds(device, axes, *m) for m in moves)
 
     @functools.cache
     def of_op(v, x):
-        work = A_.operator_seconds(operators[v], device, tokens / (d if x != "r" else 1))
+        work = A_.operator_seconds(operators[v], device, tokens / (d if x is not A_.WHOLE else 1))
         launches = 3 * cost_model.KERNEL_OVERHEAD * (operators[v].flops > 0)
-        return (
-            work + launches + seconds(A_.op_transfers(operators[v], x + "r", axes, tokens, micros))
-        )
+        moves = A_.op_transfers(operators[v], (x, A_.WHOLE), axes, tokens, micros)
+        return work + launches + seconds(moves)
 
     @functools.cache
     def of_edge(u, v, x, y):
         size = 2 * tokens * widths[u, v]
-        return seconds(A_.reshard_transfers(x + "r", y + "r", axes, size))
+        return seconds(A_.reshard_transfers((x, A_.WHOLE), (y, A_.WHOLE), axes, size))
 
     extra = training_plan.recomputed_flops(shape, seq, recompute)
     head_flops = 6 * shape.dim * shape.vocab
@@ -31266,7 +31274,8 @@ def search_stage_seconds(shape, device, seq, b, micros, d, n, first, last, store
     for limit in (weights, weights / 2)[:d]:
         layers = []
         for chosen in itertools.product(*allowed):
-            kept = sum(op.weights / (d if x in "jk" else 1) for op, x in zip(operators, chosen))
+            parts = [d if x in A_.SHARDED_WEIGHTS else 1 for x in chosen]
+            kept = sum(op.weights / n for op, n in zip(operators, parts))
             if kept <= limit:
                 layer = sum(of_op(v, x) for v, x in enumerate(chosen))
                 layer += sum(of_edge(u, v, chosen[u], chosen[v]) for u, v in widths)
@@ -31283,7 +31292,7 @@ def search_stage_seconds(shape, device, seq, b, micros, d, n, first, last, store
     (40e6, False), (30e6, True), (28e6, False), (25e6, True), (25e6, False), (20e6, False),
 ])  # fmt: skip
 def test_search_alpa_equals_brute_force(extra, tied):
-    """The least time of all stages, submeshes, micro-batches, recomputations and letters of every
+    """The least time of all stages, submeshes, micro-batches, recomputations and splits of every
     operator, on two GPUs with little memory; none if nothing fits. Tied weights are stored once."""
     device = replace(PLANNER_H100, memory=(4 * 2**30 + extra) / 0.9, network=5e9, node=1)
     shape, seq, batch, L, best = replace(SEARCH_TINY, tied=tied), 512, 4, SEARCH_TINY.layers, INF
@@ -31306,7 +31315,7 @@ def test_search_alpa_finds_data_and_tensor_parallelism():
     find = lambda sequences: next(auto_sharding.layer_shardings(
         PLANNER_8B, PLANNER_H100, 8192, sequences, 8, (8, 1)))  # fmt: skip
     assert find(8).degrees() == (8, 1) and find(1).degrees() == (1, 8)
-    assert [x[0] for x in find(1).letters] == list("rjhkrjk")
+    assert find(1).by_axis() == [(8, auto_sharding.TENSOR_PARALLEL)]
 
 
 @pytest.mark.parametrize("layers, batch, stages", [(3, 32, 3), (2, 3, 1)])
@@ -31316,7 +31325,9 @@ def test_search_alpa_uses_three_gpus(layers, batch, stages):
     got = auto_sharding.alpa(shape, PLANNER_H100, 3, 2048, batch)
     assert len(got.stages) == stages and sum(n for _, _, n, _ in got.stages) == 3
     for *_, n, found in got.stages:
-        assert all(auto_sharding.degree(x, found.axes, "ijkh") == n for x in found.letters)
+        A_ = auto_sharding
+        sharded = (A_.TOKENS, A_.COLUMNS, A_.ROWS, A_.HEADS)
+        assert all(A_.degree(x, found.axes, sharded) == n for x in found.splits)
 
 
 def search_jobs(number, seed):
@@ -31481,7 +31492,7 @@ def test_search_hap_shares_equal_brute_force():
             steps = [i / 40 for i in range(41)]
             points = [(x, y, 1 - x - y) for x in steps for y in steps if x + y <= 1]
         fits = [p for p in points if all(-1e-9 <= x <= top + 1e-9 for x, top in zip(p, largest))]
-        got, ratios = uneven_sharding.sharding_ratios(work, padded, largest)
+        got, ratios = auto_sharding.sharding_ratios(work, padded, largest)
         if sum(largest) < 1:
             empty += 1
             assert (got, ratios) == (INF, [])
@@ -31495,18 +31506,18 @@ def test_search_hap_shares_equal_brute_force():
 
 @pytest.mark.parametrize("names", ["h100 a100-80gb", "h100 h100 a100-40gb", "h200 h200"])
 def test_search_hap_cannot_be_improved(names):
-    """No letters are better at the shares found, no other shares for the letters; equal GPUs get
+    """No splits are better at the shares found, no other shares for the splits; equal GPUs get
     equal shares, and the faster ones more."""
     devices = [cost_model.DEVICES[name] for name in names.split()]
     job = replace(PLANNER_8B, layers=4), devices, 2048, 4, 8
-    got = uneven_sharding.hap(*job)
+    got = auto_sharding.hap(*job)
     assert got.seconds <= got.equal * (1 + 1e-9)
-    step = lambda cluster: cluster.step(got.letters, got.ratios)
-    cluster = min((uneven_sharding.Cluster(*job, padded) for padded in (True, False)), key=step)
+    step = lambda cluster: cluster.step(got.splits, got.ratios)
+    cluster = min((auto_sharding.Cluster(*job, padded) for padded in (True, False)), key=step)
     assert step(cluster) == pytest.approx(got.seconds)
     some = random.Random(0).sample([*itertools.product(*cluster.options)], 300)
-    assert all(cluster.step(letters, got.ratios) >= got.seconds * (1 - 1e-9) for letters in some)
-    assert cluster.balance(got.letters).seconds == pytest.approx(got.seconds)
+    assert all(cluster.step(splits, got.ratios) >= got.seconds * (1 - 1e-9) for splits in some)
+    assert cluster.balance(got.splits).seconds == pytest.approx(got.seconds)
     top, other = got.ratios[0], got.ratios[-1]
     assert top == pytest.approx(other) if len(set(names.split())) == 1 else top > 1.3 * other
 
@@ -31514,7 +31525,7 @@ def test_search_hap_cannot_be_improved(names):
 def test_search_hap_collectives_on_equal_gpus():
     """Equal shares cost what cost_model's collectives do between nodes of one GPU."""
     device, n = replace(PLANNER_H100, node=1, alpha=(0, 0)), 4
-    cluster = uneven_sharding.Cluster(SEARCH_TINY, [device] * n, 512, 4, 1, padded=True)
+    cluster = auto_sharding.Cluster(SEARCH_TINY, [device] * n, 512, 4, 1, padded=True)
     for kind in ("all-reduce", "all-gather", "all-to-all"):
         fixed, slope = cluster.transfers([(kind, 1e9, 0)])
         want = auto_sharding.transfer_seconds(device, [n], kind, 1e9, 0)

@@ -1,28 +1,39 @@
-"""Alpa: a sharding for every operator of a layer, and submeshes of GPUs for the stages.
+"""A sharding for every operator of a layer: Alpa, on submeshes for stages; HAP, on unequal GPUs.
 
     python -m planner search alpa --model llama3-70b --gpus 64
+    python -m planner search hap --device h100:4,a100-80gb:4
 
 A layer is a graph of seven operators: norm qkv attention out norm up down. On each axis of a mesh
-of GPUs an operator is sharded by one letter:
+of GPUs an operator is split in one way. The layouts of its input and output on that axis have
+Alpa's names: S0, sharded along dimension 0, the tokens; S1, along dimension 1, the features; R,
+replicated.
 
-    i  tokens            all-reduces the gradients of its weights: data parallelism
-    j  output features   all-reduces the gradients of its inputs   (Megatron's column parallelism)
-    k  input features    all-reduces its outputs                   (Megatron's row parallelism)
-    h  attention heads   nothing
-    r  not at all        nothing; every GPU of the axis does the same work
+    split     input  output
+    TOKENS    S0     S0      all-reduces the gradients of its weights: data parallelism
+    COLUMNS   R      S1      all-reduces the gradients of its inputs (Megatron's column parallelism)
+    ROWS      S1     R       all-reduces its outputs                 (Megatron's row parallelism)
+    HEADS     S1     S1      nothing
+    WHOLE     R      R       nothing; every GPU of the axis does the same work
 
 If a tensor's layout differs where it is produced and where it is used, the edge between the two
-costs an all-gather or an all-to-all. Alpa (arXiv:2201.12023, 4.2) chooses the letters by an integer
+costs an all-gather or an all-to-all. Alpa (arXiv:2201.12023, 4.2) chooses the splits by an integer
 linear program, for every submesh that a stage may have, and the stages and their submeshes by a
 dynamic program around it (5.2; schedules.partition). Where weights do not fit, it finds Megatron's
-tensor parallelism: qkv:j attention:h out:k up:j down:k.
+tensor parallelism: qkv by columns, attention by heads, out by rows, up by columns, down by rows.
 
-When it loses: costs are sums, nothing overlaps, and its times are therefore above those of
-training_plan.py; activations count as sharded over all GPUs of a stage, whatever the letters.
-Searched are at most 32 groups of layers, 16 groups of GPUs and 16 GPUs per sequence, as the dynamic
-program is in Python (1,024 GPUs take a minute); only dense models without latent attention.
-test_all.py compares both programs with enumeration. uneven_sharding.py uses the graph and the
-integer program for heterogeneous GPUs. Needs: scipy (HiGHS) and numpy, imported when they are used.
+On heterogeneous GPUs equal shards wait for the slowest one. HAP (arXiv:2401.05965) gives each GPU
+one share of all sharded operators, by a linear program for given splits, and chooses the splits for
+given shares, in turn, until neither improves. Its paper finds the splits by A* search; costs add
+up, so Alpa's integer program has the same optimum. An all-gather or all-reduce pads the shards to
+the largest one, or sends each from its GPU in turn.
+
+When it loses: costs are sums, nothing overlaps, and the times are therefore above those of
+training_plan.py; only dense models without latent attention. Alpa: activations count as sharded
+over all GPUs of a stage, whatever the splits. Searched are at most 32 groups of layers, 16 groups
+of GPUs and 16 GPUs per sequence, as the dynamic program is in Python (1,024 GPUs take a minute).
+HAP: shares are real numbers, not whole sequences and heads; all GPUs are one ring on the slowest
+network, even within a node; the result is a local optimum. test_all.py compares the three programs
+with enumeration. Needs: scipy (HiGHS) and numpy, imported when they are used.
 """
 
 from __future__ import annotations
@@ -32,7 +43,8 @@ if __name__ == "__main__":
 
 import argparse
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain, product
 from typing import NamedTuple
@@ -40,12 +52,15 @@ from typing import NamedTuple
 from parallelism.schedules import partition
 from planner.cost_model import (
     ATTENTION_EFFICIENCY,
+    DEVICES,
     GEMM_EFFICIENCY,
     HBM_EFFICIENCY,
     KERNEL_OVERHEAD,
+    LINK_EFFICIENCY,
     Device,
     Shape,
     all_to_all,
+    load_shape,
     model_flops,
     recomputed_flops,
     require,
@@ -63,25 +78,42 @@ from planner.training_plan import (
     divisors,
     head_seconds,
     hop_seconds,
+    parse_batch,
     parse_job,
     train_flags,
 )
 
 # --------------------------------------------------------------------------------------------------
-# Operators and their shardings
+# Operators and their splits
 # --------------------------------------------------------------------------------------------------
 
-# Letter -> layout of (input, output) on the axis: T by tokens, F by features, R replicated
-LAYOUTS = {"i": "TT", "j": "RF", "k": "FR", "h": "FF", "r": "RR"}
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """How one axis of a mesh splits an operator: what it shards, and the layouts of the input and
+    the output on the axis. Compared by identity: there are five."""
+
+    what: str
+    input: str
+    output: str
+
+
+TOKENS = Split("tokens", "S0", "S0")
+COLUMNS = Split("columns", "R", "S1")
+ROWS = Split("rows", "S1", "R")
+HEADS = Split("heads", "S1", "S1")
+WHOLE = Split("whole", "R", "R")
+SHARDED_WEIGHTS = (COLUMNS, ROWS)
+Splits = tuple[Split, ...]  # of an operator, by axis of the mesh
 
 
 class Operator(NamedTuple):
-    """letters: that may shard it. flops, hbm, width_in, width_out: per token, FLOPs of the forward
-    pass, HBM bytes of forward and backward, and elements of the input and the output. weights:
-    their number. parts: (heads, key-value heads), which stay whole, or features."""
+    """splits: that an axis may have. flops, hbm, width_in, width_out: per token, FLOPs of the
+    forward pass, HBM bytes of forward and backward, and elements of the input and the output.
+    weights: their number. parts: (heads, key-value heads), which stay whole, or features."""
 
     name: str
-    letters: str
+    splits: Splits
     flops: float
     hbm: float
     weights: float
@@ -100,15 +132,18 @@ def layer_graph(shape: Shape, seq: int) -> tuple[list[Operator], dict[tuple[int,
     C, F, heads = shape.dim, shape.ffn, (shape.heads, shape.kv_heads)
     *qkv, out = shape.attention()
     ups = len(shape.feed_forward(False)) - 1
-    norm = Operator("norm", "ir", 0, (c + c_back) / 2 * C, 0, C, C, (C, C))
+    norm = Operator("norm", (TOKENS, WHOLE), 0, (c + c_back) / 2 * C, 0, C, C, (C, C))
     width = sum(m.n for m in qkv)
-    linear = lambda name, k, n, hbm, parts: Operator(
-        name, "ijkr", 2 * k * n, hbm, k * n, k, n, parts
-    )
+
+    def linear(name: str, k: int, n: int, hbm: float, parts: tuple[int, int]) -> Operator:
+        every = (TOKENS, COLUMNS, ROWS, WHOLE)
+        return Operator(name, every, 2 * k * n, hbm, k * n, k, n, parts)
+
+    flops = seq * score_width(shape)
     operators = [
         norm,
         linear("qkv", C, width, 0, heads),
-        Operator("attention", "ihr", seq * score_width(shape), 0, 0, width, out.k, heads),
+        Operator("attention", (TOKENS, HEADS, WHOLE), flops, 0, 0, width, out.k, heads),
         linear("out", out.k, C, 0, heads),
         norm,
         linear("up", C, ups * F, (f + f_back) * F, (F, F)),
@@ -118,19 +153,19 @@ def layer_graph(shape: Shape, seq: int) -> tuple[list[Operator], dict[tuple[int,
     return operators, edges | {(0, 4): C, (6, 0): C, (4, 0): C}
 
 
-def degree(letters: str, axes: Sequence[int], which: str) -> int:
-    """Over how many GPUs the axes with a letter of `which` shard."""
-    return math.prod(n for n, x in zip(axes, letters) if x in which)
+def degree(splits: Splits, axes: Sequence[int], which: Splits) -> int:
+    """Over how many GPUs the axes with a split of `which` shard."""
+    return math.prod(n for n, split in zip(axes, splits) if split in which)
 
 
-def shardings(op: Operator, axes: Sequence[int], sequences: int) -> Iterator[str]:
-    """A letter per mesh axis, such that whole sequences and heads are on a GPU."""
-    for choice in product(*(op.letters if n > 1 else "r" for n in axes)):
-        letters, (heads, kv_heads) = "".join(choice), op.parts
-        n = degree(letters, axes, "jkh")
+def shardings(op: Operator, axes: Sequence[int], sequences: int) -> Iterator[Splits]:
+    """A split per mesh axis, such that whole sequences and heads are on a GPU."""
+    heads, kv_heads = op.parts
+    for splits in product(*(op.splits if n > 1 else (WHOLE,) for n in axes)):
+        n = degree(splits, axes, (COLUMNS, ROWS, HEADS))
         whole_heads = heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
-        if whole_heads and sequences % degree(letters, axes, "i") == 0:
-            yield letters
+        if whole_heads and sequences % degree(splits, axes, (TOKENS,)) == 0:
+            yield splits
 
 
 def operator_seconds(op: Operator, device: Device, tokens: float) -> float:
@@ -141,33 +176,35 @@ def operator_seconds(op: Operator, device: Device, tokens: float) -> float:
 
 
 def op_transfers(
-    op: Operator, letters: str, axes: Sequence[int], tokens: float, micros: int
+    op: Operator, splits: Splits, axes: Sequence[int], tokens: float, micros: int
 ) -> Iterator[tuple[str, float, int]]:
     """(collective, bytes, axis) of an operator per micro-batch; gradients of weights are reduced
     once for all `micros`. Bytes: of the tensor that the ranks of the axis have together."""
-    split = partial(degree, letters, axes)
-    for axis, letter in enumerate(letters if op.weights else ""):
-        if letter == "i":
-            yield "all-reduce", 4 * op.weights / split("jk") / micros, axis
-        elif letter == "j":
-            yield "all-reduce", 2 * tokens * op.width_in / split("ik"), axis
-        elif letter == "k":
-            yield "all-reduce", 2 * tokens * op.width_out / split("ij"), axis
+    if not op.weights:
+        return
+    by = partial(degree, splits, axes)
+    for axis, split in enumerate(splits):
+        if split is TOKENS:
+            yield "all-reduce", 4 * op.weights / by(SHARDED_WEIGHTS) / micros, axis
+        elif split is COLUMNS:
+            yield "all-reduce", 2 * tokens * op.width_in / by((TOKENS, ROWS)), axis
+        elif split is ROWS:
+            yield "all-reduce", 2 * tokens * op.width_out / by((TOKENS, COLUMNS)), axis
 
 
 def reshard_transfers(
-    before: str, after: str, axes: Sequence[int], size: float
+    before: Splits, after: Splits, axes: Sequence[int], size: float
 ) -> Iterator[tuple[str, float, int]]:
     """(collective, bytes, axis), forward and backward, that bring a tensor of `size` bytes from the
-    output layout of one operator's letters to the input layout of the next one's (Alpa, table 2)
+    output layout of one operator's splits to the input layout of the next one's (Alpa, table 2)
     and its gradient back."""
-    pairs = [(LAYOUTS[x][1], LAYOUTS[y][0]) for x, y in zip(before, after)]
+    pairs = [(x.output, y.input) for x, y in zip(before, after)]
     for axis, (x, y) in enumerate(pairs):
-        split = math.prod(axes[b] for b, (_, z) in enumerate(pairs) if b != axis and z != "R")
+        parts = math.prod(axes[b] for b, (_, z) in enumerate(pairs) if b != axis and z != "R")
         if x != y and "R" in (x, y):  # to R: forward; from R: the gradient
-            yield "all-gather", size / split, axis
+            yield "all-gather", size / parts, axis
         elif x != y:
-            yield from [("all-to-all", size / split, axis)] * 2
+            yield from [("all-to-all", size / parts, axis)] * 2
 
 
 def transfer_seconds(
@@ -223,23 +260,30 @@ def choose_shardings(
 # --------------------------------------------------------------------------------------------------
 
 
+DATA_PARALLEL = (TOKENS,) * 7
+TENSOR_PARALLEL = (WHOLE, COLUMNS, HEADS, ROWS, WHOLE, COLUMNS, ROWS)  # Megatron's
+
+
 class Sharding(NamedTuple):
-    """A layer on a mesh: seconds per micro-batch, parameters per GPU, letters of each operator."""
+    """A layer on a mesh: seconds per micro-batch, parameters per GPU, splits of each operator."""
 
     seconds: float
     weights: float
     axes: tuple[int, int]
-    letters: tuple[str, ...]
+    splits: tuple[Splits, ...]
+
+    def by_axis(self) -> list[tuple[int, Splits]]:
+        """(GPUs, split of each operator) of the axes that have more than one GPU."""
+        return [(n, one) for n, one in zip(self.axes, zip(*self.splits)) if n > 1]
 
     def degrees(self) -> tuple[int, int] | None:
         """(dp, tp) if each axis is data parallel or Megatron's tensor parallel throughout."""
-        sizes = {"i" * 7: 1, "rjhkrjk": 1}
-        for axis, n in enumerate(self.axes):
-            used = "".join(x[axis] for x in self.letters)
-            if n > 1 and used not in sizes:
+        sizes = {DATA_PARALLEL: 1, TENSOR_PARALLEL: 1}
+        for n, used in self.by_axis():
+            if used not in sizes:
                 return None
-            sizes[used] = sizes.get(used, 1) * n
-        return sizes["i" * 7], sizes["rjhkrjk"]
+            sizes[used] *= n
+        return sizes[DATA_PARALLEL], sizes[TENSOR_PARALLEL]
 
 
 def layer_shardings(
@@ -250,13 +294,15 @@ def layer_shardings(
     tokens, seconds = sequences * seq, partial(transfer_seconds, device, axes)
     options = [list(shardings(op, axes, sequences)) for op in operators]
 
-    def op_cost(op: Operator, x: str) -> float:
-        work = operator_seconds(op, device, tokens / degree(x, axes, "ijkh"))
+    def op_cost(op: Operator, x: Splits) -> float:
+        work = operator_seconds(
+            op, device, tokens / degree(x, axes, (TOKENS, COLUMNS, ROWS, HEADS))
+        )
         launches = 3 * KERNEL_OVERHEAD * (op.flops > 0)
         moved = op_transfers(op, x, axes, tokens, micros)
         return work + launches + sum(seconds(*transfer) for transfer in moved)
 
-    def edge_cost(width: float, x: str, y: str) -> float:
+    def edge_cost(width: float, x: Splits, y: Splits) -> float:
         moved = reshard_transfers(x, y, axes, 2 * tokens * width)
         return sum(seconds(*transfer) for transfer in moved)
 
@@ -265,7 +311,7 @@ def layer_shardings(
         (u, v): [[edge_cost(width, x, y) for y in options[v]] for x in options[u]]
         for (u, v), width in widths.items()
     }
-    weights = [[op.weights / degree(x, axes, "jk") for x in own]
+    weights = [[op.weights / degree(x, axes, SHARDED_WEIGHTS) for x in own]
                for op, own in zip(operators, options)]  # fmt: skip
     limit = sum(op.weights for op in operators)
     while limit >= sum(map(min, weights)) * (1 - 1e-9):
@@ -379,9 +425,10 @@ def alpa_report(args: argparse.Namespace) -> str:
         size = f"{micros} micro-batches of {got.sequences} sequences, recompute {got.recompute}"
         lines += [f"{'equal' if equal else 'any'} stages: {got.seconds:.2f} s/step, {size}"]
         for first, last, n, found in got.stages:
-            letters = " ".join(f"{name}:{x}" for name, x in zip(names, found.letters))
-            mesh = " x ".join(map(str, found.axes))
-            lines += [f"  layers {first:>3} to {last - 1:<3} on {n:>4} GPUs ({mesh})  {letters}"]
+            lines += [f"  layers {first:>3} to {last - 1:<3} on {n:>4} GPUs"]
+            for size, splits in found.by_axis():
+                text = " ".join(f"{name}:{one.what}" for name, one in zip(names, splits))
+                lines += [f"      axis of {size:>3}  {text}"]
     degrees = {found.degrees() for *_, found in got.stages}
     if len(degrees) > 1 or None in degrees:
         return "\n".join([*lines, "train.py: has no such shardings"])
@@ -392,3 +439,203 @@ def alpa_report(args: argparse.Namespace) -> str:
     )  # fmt: skip
     layers = [last - first for first, last, *_ in got.stages]
     return "\n".join([*lines, train_flags(args.model, shape, plan, seq, batch, layers)])
+
+
+# --------------------------------------------------------------------------------------------------
+# HAP: uneven shards on heterogeneous GPUs
+# --------------------------------------------------------------------------------------------------
+
+
+def sharding_ratios(
+    work: Sequence[Sequence[float]], padded: float, largest: Sequence[float]
+) -> tuple[float, list[float]]:
+    """The share of each GPU in every sharded operator that minimizes the step, as a linear
+    program. work[o][g]: seconds of operator o on GPU g alone; all wait for the slowest after each.
+    padded: seconds of all collectives per unit of the largest share, as shards are padded to it.
+    largest: share that fits the memory of each. (inf, []) if these add up to less than 1."""
+    program = IntegerProgram()
+    for g, most in enumerate(largest):
+        program.add(("share", g), most=max(0.0, min(1.0, most)))
+    for o in range(len(work)):
+        program.add(("seconds", o), 1.0)
+    program.add("largest", padded)
+    for (o, row), g in product(enumerate(work), range(len(largest))):
+        program.limit([(("share", g), row[g]), (("seconds", o), -1)], -math.inf, 0)
+    shares = [("share", g) for g in range(len(largest))]
+    for share in shares:
+        program.limit([(share, 1), ("largest", -1)], -math.inf, 0)
+    program.limit([(share, 1) for share in shares], 1, 1)
+    found = program.minimize()
+    return (found.objective, [found.values[s] for s in shares]) if found else (math.inf, [])
+
+
+class Program(NamedTuple):
+    """seconds: of a micro-batch; equal: with equal shares, whether they fit or not. splits: of
+    each operator. ratios: share of each GPU."""
+
+    seconds: float
+    splits: list[Split]
+    ratios: list[float]
+    equal: float
+
+
+class Cluster:
+    """Costs of a layer's operators on a mesh of one axis over all GPUs. padded: whether all-gathers
+    and all-reduces pad shards to the largest, or send each from its GPU in turn."""
+
+    def __init__(
+        self, shape: Shape, devices: Sequence[Device], seq: int, sequences: int, micros: int,
+        padded: bool,
+    ) -> None:  # fmt: skip
+        self.shape, self.devices, self.padded = shape, devices, padded
+        self.tokens, self.micros = sequences * seq, micros
+        self.operators, self.widths = layer_graph(shape, seq)
+        self.options = [list(op.splits) for op in self.operators]
+        self.equal = [1 / len(devices)] * len(devices)
+        self.wire = LINK_EFFICIENCY * min(d.network for d in devices)
+        self.alpha = max(d.alpha[1] for d in devices)
+        self.seconds = [
+            [operator_seconds(op, d, self.tokens) for d in devices] for op in self.operators
+        ]
+
+    def transfers(self, moves: Iterable[tuple[str, float, int]]) -> tuple[float, float]:
+        """Seconds of collectives: (fixed, per unit of the largest share). The largest shard takes
+        n - 1 steps of a ring; in an all-to-all, (n - 1) / n of it is sent."""
+        n, fixed, slope = len(self.devices), 0.0, 0.0
+        for kind, size, _ in moves:
+            times, seconds = 2 if kind == "all-reduce" else 1, size / self.wire
+            fixed += times * n * self.alpha
+            if kind == "all-to-all":
+                slope += (n - 1) / n * seconds
+            elif self.padded:
+                slope += times * (n - 1) * seconds
+            else:
+                fixed += times * seconds
+        return fixed, slope
+
+    def operator(self, v: int, split: Split) -> tuple[float, float]:
+        """`transfers` of operator v."""
+        op, axes = self.operators[v], [len(self.devices)]
+        return self.transfers(op_transfers(op, (split,), axes, self.tokens, self.micros))
+
+    def edge(self, u: int, v: int, before: Split, after: Split) -> tuple[float, float]:
+        """`transfers` between operators u and v."""
+        size = 2 * self.tokens * self.widths[u, v]
+        return self.transfers(reshard_transfers((before,), (after,), [len(self.devices)], size))
+
+    def bytes(self, g: int) -> tuple[float, float, float]:
+        """Of GPU g: what it has free, what a weight needs, what its share of the rest needs."""
+        s = self.shape
+        saved = s.layers * activation_bytes(s, "full", True) + activation_bytes(s, "none", True)
+        ends = 18 * count_ends(s, True, True) * s.dim * s.vocab
+        free = self.devices[g].model_memory
+        return free, 18 * s.layers, self.tokens * (saved + LOGITS_BYTES * s.vocab) + ends
+
+    def choose(self, ratios: Sequence[float]) -> list[Split]:
+        """The splits with the least time for given shares; [] if none fits in memory."""
+        top, price = max(ratios), lambda pair: pair[0] + top * pair[1]
+        work = lambda v, x: max(
+            t * (1 if x is WHOLE else r) for t, r in zip(self.seconds[v], ratios)
+        )
+        every = list(enumerate(self.options))
+        costs = [[work(v, x) + price(self.operator(v, x)) for x in own] for v, own in every]
+        edges = {
+            (u, v): [[price(self.edge(u, v, x, y)) for y in self.options[v]]
+                     for x in self.options[u]]
+            for u, v in self.widths
+        }  # fmt: skip
+        budgets = []
+        for g, r in enumerate(ratios):
+            free, weight, rest = self.bytes(g)
+            use = []
+            for op, own in zip(self.operators, self.options):
+                whole = weight * op.weights
+                use.append([whole * r if x in SHARDED_WEIGHTS else whole for x in own])
+            budgets.append((use, max(free - r * rest, 1.0)))
+        _, chosen = choose_shardings(costs, edges, budgets)
+        return [own[a] for own, a in zip(self.options, chosen)]
+
+    def terms(self, splits: Sequence[Split]) -> tuple[float, float, list[list[float]]]:
+        """Seconds of the layers: fixed, per unit of the largest share, and of each sharded operator
+        and the head on each GPU alone."""
+        L, every = self.shape.layers, list(enumerate(splits))
+        pairs = [self.operator(v, x) for v, x in every]
+        pairs += [self.edge(u, v, splits[u], splits[v]) for u, v in self.widths]
+        fixed, slope = (L * sum(part) for part in zip(*pairs))
+        fixed += L * sum(max(self.seconds[v]) for v, x in every if x is WHOLE)
+        work = [[L * t for t in self.seconds[v]] for v, x in every if x is not WHOLE]
+        head = [head_seconds(self.shape, d, self.tokens) for d in self.devices]
+        return fixed, slope, [*work, head]
+
+    def step(self, splits: Sequence[Split], ratios: Sequence[float]) -> float:
+        """Seconds of a micro-batch for given splits and shares."""
+        fixed, slope, work = self.terms(splits)
+        slowest = (max(t * r for t, r in zip(row, ratios)) for row in work)
+        return fixed + slope * max(ratios) + sum(slowest)
+
+    def balance(self, splits: Sequence[Split]) -> Program:
+        """The shares with the least time for given splits."""
+        fixed, slope, work = self.terms(splits)
+        sharded = sum(op.weights for op, x in zip(self.operators, splits) if x in SHARDED_WEIGHTS)
+        whole = sum(op.weights for op in self.operators) - sharded
+        needs = map(self.bytes, range(len(self.devices)))
+        largest = [(free - each * whole) / (rest + each * sharded) for free, each, rest in needs]
+        seconds, ratios = sharding_ratios(work, slope, largest)
+        return Program(fixed + seconds, list(splits), ratios, self.step(splits, self.equal))
+
+
+def hap(
+    shape: Shape, devices: Sequence[Device], seq: int, sequences: int, micros: int
+) -> Program | None:
+    """Shardings and shares, optimized in turn until neither improves, from equal shares and from
+    shares by memory; None if nothing fits."""
+    best, total = None, sum(d.memory for d in devices)
+    for padded in (True, False):
+        cluster = Cluster(shape, devices, seq, sequences, micros, padded)
+        for ratios in (cluster.equal, [d.memory / total for d in devices]):
+            found = None
+            while splits := cluster.choose(ratios):
+                new = cluster.balance(splits)
+                if not new.ratios or found and new.seconds >= found.seconds * (1 - 1e-9):
+                    break
+                found, ratios = new, new.ratios
+            if found and (best is None or found.seconds < best.seconds):
+                best = found
+    return best
+
+
+def parse_cluster(text: str) -> list[str]:
+    """ "h100:2,a100-80gb:4" -> the device of each GPU"""
+    counts: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, count = part.partition(":")
+        n = int(count or 1) if (count or "1").isdecimal() else 0
+        ok = name in DEVICES and n > 0
+        require(ok, f"--device {part} is not DEVICE:COUNT, such as h100:4,a100-80gb:4")
+        counts[name] = counts.get(name, 0) + n
+    n = sum(counts.values())
+    require(2 <= n <= 256, f"search hap: --device {text} is {n} GPUs; use 2 to 256, as in h100:4")
+    return [name for name, n in counts.items() for _ in range(n)]
+
+
+def hap_report(args: argparse.Namespace) -> str:
+    """The shares of each kind of GPU, and the time beside equal shares."""
+    shape, names = load_shape(args.model), parse_cluster(args.device)
+    seq, batch = parse_batch(args)
+    micro = 1 if args.micro is None else args.micro
+    require(micro > 0, f"--micro must be positive, not {micro}")
+    sequences = max(d for d in divisors(batch) if d <= micro * len(names))
+    micros = batch // sequences
+    devices = [DEVICES[name] for name in names]
+    got = hap(shape, devices, seq, sequences, micros)
+    require(got, f"hap: {args.model} does not fit {args.device}; add GPUs or lower --micro")
+    operators, _ = layer_graph(shape, seq)
+    rows = [f"  {name:<14}{names.count(name):>4} x {got.ratios[names.index(name)]:.4f}"
+            for name in dict.fromkeys(names)]  # fmt: skip
+    return "\n".join((
+        f"{micros * got.seconds:.2f} s/step, {micros} micro-batches of {sequences} sequences",
+        f"equal shares of {1 / len(names):.4f}: {micros * got.equal:.2f} s/step",
+        *rows,
+        "sharded: " + " ".join(f"{op.name}:{x.what}" for op, x in zip(operators, got.splits)),
+        "train.py: has equal shards only",
+    ))  # fmt: skip

@@ -9,7 +9,7 @@ Each method here searches a space that is too large for it, or needs far fewer e
     merak     layers of each stage, and whether it recomputes         (arXiv:2206.04959)
     oobleck   pipelines of different sizes that use every node left   (arXiv:2309.08125, 4)
     alpa      a sharding per operator, stages on submeshes            (auto_sharding.py)
-    hap       uneven shards on heterogeneous GPUs                     (uneven_sharding.py)
+    hap       uneven shards on heterogeneous GPUs                     (auto_sharding.py)
     crius     jobs on several types of GPU                    (mixed_cluster.py)
     helix     layers on unequal GPUs                                  (helix.py)
     spindle   waves of tasks                                          (spindle.py)
@@ -42,7 +42,6 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from planner import auto_sharding, helix, mixed_cluster, perseus, pipeline_search, spindle
-from planner import uneven_sharding
 from planner.cost_model import Device, Shape, require
 from planner.flags import PLAN_FIELDS, add_shared
 from planner.training_plan import (
@@ -67,7 +66,6 @@ from planner.training_plan import (
     stage_bytes,
     train_flags,
 )
-
 
 # --------------------------------------------------------------------------------------------------
 # Aceso: relieve the bottleneck
@@ -461,7 +459,7 @@ METHODS = {
         auto_sharding.alpa_report, f"{_JOB} recompute", "a sharding per operator, stages on meshes"
     ),
     "hap": Method(
-        uneven_sharding.hap_report, "model device seq batch micro", "uneven shards on unequal GPUs"
+        auto_sharding.hap_report, "model device seq batch micro", "uneven shards on unequal GPUs"
     ),
     "crius": Method(
         mixed_cluster.report, "seq batch json", "GPU type, number and stages of each of many jobs"
