@@ -462,7 +462,10 @@ def start_replicas(own: argparse.Namespace, args: Any, argv: list[str]) -> Any:
             return LocalReplicas(high, argv, threads, tp, gpus)
         store, n = rank_store(), placement.n_prefill
         address = store.host, store.port
-        make = lambda i: partial(DisaggregatedReplica, i < n, own.replicate, address)
+
+        def make(i: int) -> Any:
+            return partial(DisaggregatedReplica, i < n, own.replicate, address)
+
         replicas = LocalReplicas(high, argv, threads, tp, gpus, make)
         return DisaggregatedReplicas(replicas, n, store)
     try:

@@ -102,9 +102,11 @@ class Replica:
         pieces, says that the call is valid."""
         engine = self.engine = self.engine or AsyncEngine(self.service, self._check_engine)
         stream = await engine.submit(requests, previous, prompt_logprobs)
-        update = lambda pieces, error=None: Update(
-            self.id, engine.stats(), pieces, [o.prompt_logprobs for o in stream.outputs], error
-        )
+
+        def update(pieces: list[Any], error: str | None = None) -> Update:
+            logprobs = [output.prompt_logprobs for output in stream.outputs]
+            return Update(self.id, engine.stats(), pieces, logprobs, error)
+
         try:
             yield update([])
             async for piece in stream.pieces(seen):
@@ -192,8 +194,10 @@ class ReplicatedEngine:
     def _arguments(self, stream: Stream) -> tuple:
         """Of Replica.generate, to continue a stream."""
         requests = [replace(request, samples={}) for request in stream.requests]
-        unended = lambda samples: [replace(s, finish_reason=None) for s in samples]
-        previous = [replace(o, id=None, samples=unended(o.samples)) for o in stream.outputs]
+        previous = []
+        for output in stream.outputs:
+            unended = [replace(sample, finish_reason=None) for sample in output.samples]
+            previous.append(replace(output, id=None, samples=unended))
         return requests, previous, previous[0].num_prompt_logprobs, list(stream.progress)
 
     def _apply(self, stream: Stream, update: Update) -> None:
