@@ -611,7 +611,7 @@ def _forward_kernel(
     D: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr,
     SPLITS: tl.constexpr, CAUSAL: tl.constexpr, SPARSE: tl.constexpr, TMA: tl.constexpr,
     ROUND_P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_DV: tl.constexpr, SPECIALIZE: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """o = softmax(logits(q k^T)) v, lse = log sum exp. Grid (query tiles * SPLITS, heads, B).
 
@@ -695,7 +695,7 @@ def _forward_kernel(
     for phase in tl.static_range(3):  # window edge, unmasked tiles, diagonal
         if phase == 2 or (not SPARSE and (phase == 1 or mod.window is not None)):
             bounds = (first, inner, outer, last)
-            for n in tl.range(bounds[phase], bounds[phase + 1], warp_specialize=SPECIALIZE):
+            for n in range(bounds[phase], bounds[phase + 1]):
                 start = _tile_start(n, list_ptr, SPARSE, BLOCK_N)
                 j = start + tl.arange(0, BLOCK_N)[None, :]
                 n_left = k_len - start
@@ -1057,11 +1057,6 @@ def _bias_kernel(
 # Launchers
 # --------------------------------------------------------------------------------------------------
 
-# Forward on compute capability 10: loads, matmuls and softmax in warps of their own, so that one
-# tile's softmax overlaps the next one's matmul (FlashAttention-3, arXiv:2407.08608, 3.1). Off: it
-# was compiled, but never timed. On Hopper Triton ignores it.
-WARP_SPECIALIZE = False
-
 # By largest head dim. forward and decode: BLOCK_M (for decode the maximum), BLOCK_N, num_warps,
 # num_stages, use tensor descriptors (Hopper's TMA). backward: BLOCK_M and BLOCK_N of the dk and dv
 # tiles, BLOCK_M and BLOCK_N of the dq tiles, num_warps, num_stages.
@@ -1200,8 +1195,7 @@ def _forward(
             f.lengths, f.cu_q, f.cu_k, *fixed, q.stride(), k_strides, v_strides, T, S,
             f.n_sequences, D=D, DV=DV, GROUP=Hq // Hkv, PACK=pack, SPLITS=splits, CAUSAL=f.causal,
             SPARSE=f.block_size, TMA=tma, ROUND_P=not INTERPRET, BLOCK_M=M, BLOCK_N=N,
-            BLOCK_D=BLOCK_D, BLOCK_R=BLOCK_R, BLOCK_DV=BLOCK_DV,
-            SPECIALIZE=WARP_SPECIALIZE and tma and major >= 10, num_warps=8 if scales else warps,
+            BLOCK_D=BLOCK_D, BLOCK_R=BLOCK_R, BLOCK_DV=BLOCK_DV, num_warps=8 if scales else warps,
             num_stages=stages,
         )  # fmt: skip
     if splits > 1:
