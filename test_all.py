@@ -132,7 +132,7 @@ from planner import einsum_model as EM, helix, kernel_model as KM
 from parallelism import kv_parallel as KVP
 from planner import mixed_cluster
 from parallelism import pipeline as PL
-from planner import perseus, pipeline_search, __main__ as planner
+from planner import pipeline_search, __main__ as planner
 from parallelism import quantized_collectives as QC, ring_self_attention as RSA
 from parallelism import schedules as SC
 from planner import search, serving_cost as SCOST, serving_plan as SPLAN
@@ -33471,7 +33471,7 @@ def test_perseus_equals_all_plans(seed, stages, micros, most):
     energy = sum(np.array([*map(c.get, plans[:, i])]) for i, c in enumerate(own))
     times = perseus_time(needs, plans)
     schedule = SC.make_schedule("1f1b", stages, micros)
-    points = [*perseus.energy_frontier(schedule, lambda a: curves[a.kind, a.chunk])]
+    points = [*pipeline_search.energy_frontier(schedule, lambda a: curves[a.kind, a.chunk])]
     slowest = times[energy.argmin()]
     assert [point.time for point in points] == list(range(slowest, times.min() - 1, -1))
     for point in points:
@@ -33488,7 +33488,7 @@ def test_perseus_energy_curve():
     for seed in range(20):
         rng = random.Random(seed)
         options = {t: rng.uniform(1, 9) for t in rng.sample(range(1, 20), 6)}
-        curve = perseus.energy_curve(options)
+        curve = pipeline_search.energy_curve(options)
         cheapest = min(options, key=options.get)
         assert [*curve] == list(range(min(options), cheapest + 1))
         for t, e in curve.items():
@@ -33499,9 +33499,9 @@ def test_perseus_energy_curve():
             )
             assert e == pytest.approx(min(mixes))
     # a fraction of a unit takes a whole one: no plan is faster than the fastest option
-    assert [*perseus.energy_curve({2.1: 5.0, 4.0: 1.0})] == [3, 4]
+    assert [*pipeline_search.energy_curve({2.1: 5.0, 4.0: 1.0})] == [3, 4]
     options = {0.1 * t: e for t, e in {8: 9.0, 8.9: 5.0, 10: 2.0}.items()}  # between whole units
-    curve = perseus.energy_curve(options, 0.1)
+    curve = pipeline_search.energy_curve(options, 0.1)
     assert curve == pytest.approx({8: 9.0, 9: 5 - 3 / 11, 10: 2.0})
 
 

@@ -11,7 +11,7 @@ The program alone; the formulas lie beside it, by topic:
     simulate  simulate.py, simulated_replicas.py; colocation.py, time_sharing.py; variants.py,
               variant_simulator.py
     site      datacenter.py
-    search    search.py, auto_sharding.py, helix.py, spindle.py, pipeline_search.py, perseus.py,
+    search    search.py, auto_sharding.py, helix.py, spindle.py, pipeline_search.py,
               mixed_cluster.py, solvers.py
     kernel    kernel_model.py, einsum_model.py
 

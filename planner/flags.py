@@ -2,7 +2,7 @@
 
 A topic's add_flags names those that it reads; the program refuses the others. --problem is an
 object in JSON, inline or in a file, whose fields replace the defaults of a search; helix.py,
-spindle.py, pipeline_search.py and perseus.py list theirs.
+spindle.py and pipeline_search.py list theirs.
 """
 
 from __future__ import annotations

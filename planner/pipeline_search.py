@@ -1,20 +1,26 @@
-"""Searches for training pipelines: GPUs of each module, and micro-batches.
+"""Searches for training pipelines: GPUs of each module, micro-batches, a clock for every pass.
 
     python -m planner search disttrain --gpus 64
     python -m planner search dynapipe --problem '{"lengths": [900, 80, 75], "pp": 4}'
+    python -m planner search perseus --model llama3-8b
 
     disttrain  multimodal training: GPUs and parallelism of encoder, backbone and generator, exact;
                samples to ranks and the order of microbatches, heuristics (arXiv:2408.04275)
     dynapipe   documents of unequal lengths to micro-batches under a memory cap, exact
                (arXiv:2311.10418)
+    perseus    passes that are not on the critical path run slower, at less energy, while the
+               iteration takes no longer: the least energy of a pipeline at each iteration time,
+               exact for convex energies (arXiv:2312.06902)
 
-Both minimize the time of a pipeline, sum(t) + weight max(t) (`least_sum_and_max`); schedules.py
-lists the passes, and simulates them.
+The first two minimize the time of a pipeline, sum(t) + weight max(t) (`least_sum_and_max`); perseus
+cuts the graph of passes once per unit of time (solvers.max_flow). schedules.py lists the passes,
+and simulates them.
 
 When it loses: times come from formulas or from --problem, not from a profile of the machine. sum(t)
 + weight max(t) is a bound unless all t are equal. train.py runs the layouts and layers that are
-printed, but pads or packs rows to one length. test_all.py compares both with all solutions of small
-random problems. Needs: the standard library.
+printed, but pads or packs rows to one length, and sets no clocks; GPUs cannot change theirs for
+each pass when passes are shorter than some ten milliseconds. test_all.py compares all three with
+all solutions of small random problems. Needs: the standard library.
 """
 
 from __future__ import annotations
@@ -26,26 +32,28 @@ import argparse
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from parallelism.schedules import Action, Costs, Schedule, balance, make_schedule, simulate
 from planner.cost_model import GIB, Device, Shape, load_device, load_shape, parse_number, require
 from planner.flags import is_count, is_positive, read_problem
-from parallelism.schedules import Action, Costs, Schedule, balance, make_schedule, simulate
+from planner.solvers import Arcs, lower_hull, max_flow
 from planner.training_plan import (
-    block, passes,
     LOGITS_BYTES,
     Plan,
     activation_bytes,
-    model_flag,
+    block,
     divisors,
     head_seconds,
     layer_parameters,
     memory,
+    model_flag,
+    passes,
     state_bytes,
 )
-
 
 # --------------------------------------------------------------------------------------------------
 # DistTrain: encoder, backbone and generator
@@ -369,3 +377,215 @@ def dynapipe_report(args: argparse.Namespace) -> str:
     flags = stage_flags(args.model, counts)
     rows += [row("dynamic programming", found)[1], flags, "documents x tokens:"]
     return "\n".join([*rows, " ".join(f"{len(group)}x{longest(group)}" for group in found)])
+
+
+# --------------------------------------------------------------------------------------------------
+# Perseus: a clock for every forward and backward pass
+# --------------------------------------------------------------------------------------------------
+
+
+WAITING_WATTS = 75.5  # of a GPU blocked in a receive: the default of Perseus's lowtime library
+
+
+def energy_curve(options: Mapping[float, float], unit: float = 1) -> dict[int, float]:
+    """Least joules at each whole number of time units, from options {seconds: joules}: the lower
+    convex hull from the fastest option, rounded up, to the one with the least energy."""
+    hull = lower_hull(options.items())
+    first = max(1, math.ceil(hull[0][0] / unit * (1 - 1e-9)))
+    curve, lines = {first: hull[0][1]}, list(itertools.pairwise(hull))
+    for t in range(first, int(hull[-1][0] / unit * (1 + 1e-9)) + 1 if lines else first):
+        # of a convex curve, the highest of all lines
+        curve[t] = max(e + (t * unit - s) * (f - e) / (u - s) for (s, e), (u, f) in lines)
+    return curve
+
+
+class Point(NamedTuple):
+    """A Pareto-optimal plan: time units and joules of an iteration, units of each pass."""
+
+    time: int
+    joules: float
+    plan: dict[Action, int]
+
+
+def energy_frontier(
+    schedule: Schedule, curves: Callable[[Action], dict[int, float]]
+) -> Iterator[Point]:
+    """The plans with the least energy at each time, from the slowest useful one to the fastest.
+
+    Events are starts and ends of passes; the time between the two of a pass is what it may take,
+    and curves(action) is its energy by time (convex and decreasing, see energy_curve). One unit
+    faster: events on one side of a cut move one unit earlier. The minimum cut of (energy of passes
+    that get shorter) - (gain of passes that get longer) keeps the plan optimal, because the total
+    energy is L-natural-convex in the events (Phillips and Dessouky, Management Science 1977).
+    """
+    curve_of = {a: curves(a) for actions in schedule.actions for a in actions}
+    slowest = ActionCosts(of=lambda a: max(curve_of[a]))
+    at: dict[Hashable, int] = {"begin": 0}
+    arcs: list[tuple[Hashable, Hashable, dict[int, float]]] = []
+    keys, order = {a[:3]: a for a in curve_of}, {0: 0.0}
+    for events in simulate(schedule, slowest).events:
+        last = "begin"
+        for start, end, a in events:
+            at[a, "start"], at[a, "end"] = round(start), round(end)
+            before = [last, *((keys[key], "end") for key in schedule.dependencies(a))]
+            arcs += [(node, (a, "start"), order) for node in before]
+            arcs.append(((a, "start"), (a, "end"), curve_of[a]))
+            last = a, "end"
+        arcs.append((last, "finish", order))
+    at["finish"] = max(at.values())
+    while True:
+        plan = {a: min(at[a, "end"] - at[a, "start"], max(c)) for a, c in curve_of.items()}
+        yield Point(at["finish"], sum(curve_of[a][t] for a, t in plan.items()), plan)
+        found = max_flow(cut_arcs(arcs, at), "begin", "finish")
+        if found is None:  # no pass on the critical path can be faster
+            return
+        for node in at:
+            at[node] -= node not in found[1]
+
+
+def cut_arcs(arcs: Iterable[tuple], at: Mapping[Hashable, int]) -> Arcs:
+    """Arcs whose cuts cost the energy of a unit less between the sides. A pass that gets longer is
+    an arc that crosses back, with a negative cost; as [u in S] - [v in S] is [u -> v crosses] - [v
+    -> u crosses], adding `gain` of that to an arc leaves it a cost in one direction only, and each
+    node a cost of its side."""
+    capacity, side = defaultdict(float), defaultdict(float)
+    for u, v, curve in arcs:
+        time, least, most = at[v] - at[u], min(curve), max(curve)
+        loss = math.inf if time == least else curve[time - 1] - curve[time] if time <= most else 0.0
+        gain = curve[time] - curve[time + 1] if time < most else 0.0
+        if loss > gain:
+            capacity[u, v] += loss - gain
+        side[u] += gain
+        side[v] -= gain
+    for node, cost in side.items():
+        if cost > 0 and node not in ("begin", "finish"):
+            capacity[node, "finish"] += cost
+        elif cost < 0 and node not in ("begin", "finish"):
+            capacity["begin", node] -= cost
+    return capacity
+
+
+PERSEUS = {
+    "pp": 4,
+    "micro_batches": 8,
+    "clocks": [1.0, 0.9, 0.8, 0.7, 0.6, 0.5],  # of the highest
+    "watts": 700.0,  # at the highest clock: the limit of an H100 SXM (datasheet)
+    "waiting": WAITING_WATTS,
+    "options": None,  # of each stage [F, B], each {seconds: joules}; default: from the model
+    "units": 8,  # of time in the shortest pass: times are rounded to one
+    "seconds": None,  # of the slowest pipeline of a job, if it is another one ("straggler")
+}
+Stage = list[dict[float, float]]  # {seconds: joules} of its F and its B
+
+
+def clock_options(p: argparse.Namespace, seconds: float) -> dict[float, float]:
+    """{seconds: joules} of a pass that takes `seconds` at the highest clock: its time is as 1 /
+    clock, its power above that of a waiting GPU as the clock's cube (f V^2 with V ~ f)."""
+    options = {}
+    for clock in p.clocks:
+        power = p.waiting + (p.watts - p.waiting) * clock**3
+        options[seconds / clock] = power * seconds / clock
+    return options
+
+
+def read_stages(p: argparse.Namespace, args: argparse.Namespace) -> tuple[list[Stage], str]:
+    """(options of each stage, the flags of train.py with its layers)."""
+    if p.options is None:
+        for clock in p.clocks:
+            text = "--problem: clocks must be fractions of the highest: above 0, at most 1"
+            require(is_positive(clock) and clock <= 1, text)
+        text = f"--problem: watts {p.watts:g} must be above waiting {p.waiting:g}"
+        require(p.watts > p.waiting, text)
+        shape, seq = load_shape(args.model), parse_number(args.seq, "--seq", 1024)
+        text = f"--problem: pp {p.pp} is more than the model's {shape.layers} layers"
+        require(p.pp <= shape.layers, text)
+        counts, times = stage_passes(shape, load_device(args.device), seq, p.pp)
+        options = [[clock_options(p, t) for t in stage] for stage in times]
+        return options, stage_flags(args.model, counts)
+    try:
+        stages = [[{float(t): e for t, e in both.items()} for both in s] for s in p.options]
+        numbers = [x for s in stages for both in s for pair in both.items() for x in pair]
+        require(all(map(is_positive, numbers)) and all(map(all, stages)), "")
+        require(len(stages) == p.pp and all(len(s) == 2 for s in stages), "")
+    except (AttributeError, TypeError, ValueError):
+        text = f"{p.pp} stages (pp) of [F, B], each {{seconds: joules}} with positive numbers"
+        raise ValueError(f"--problem: options must be {text}") from None
+    return stages, f"train.py --pp {p.pp} --pp-schedule 1f1b"
+
+
+def of_pass(stages: Sequence[Sequence[Any]], a: Action) -> Any:
+    """What a pass has in [F, B] of each stage."""
+    return stages[a.chunk][0 if a.kind == "F" else 1]
+
+
+def pass_curves(p: argparse.Namespace, stages: list[Stage], unit: float) -> list[list[dict]]:
+    """The energy curves of the F and the B of each stage. A GPU waits at all other times, so that a
+    pass costs what it takes above that."""
+    curves = []
+    for stage in stages:
+        above = [{t: e - p.waiting * t for t, e in options.items()} for options in stage]
+        curves.append([energy_curve(options, unit) for options in above])
+    return curves
+
+
+def fastest_iteration(
+    p: argparse.Namespace, stages: list[Stage], schedule: Schedule
+) -> tuple[float, float]:
+    """Seconds and joules with the highest clock for every pass."""
+    fastest = ActionCosts(of=lambda a: min(of_pass(stages, a)))
+    seconds = simulate(schedule, fastest).makespan
+    joules = p.waiting * p.pp * seconds
+    for a in itertools.chain(*schedule.actions):
+        options = of_pass(stages, a)
+        joules += options[min(options)] - p.waiting * min(options)
+    return seconds, joules
+
+
+def time_unit(p: argparse.Namespace, stages: list[Stage]) -> float:
+    """Seconds of a unit of time. ValueError for a problem that is too large."""
+    require(p.seconds is None or is_positive(p.seconds),
+            f"--problem: seconds must be positive, not {p.seconds}")  # fmt: skip
+    require(p.pp * p.micro_batches <= 512,
+            f"--problem: pp {p.pp} x micro_batches {p.micro_batches} is more than 512")  # fmt: skip
+    times = [t for stage in stages for options in stage for t in options]
+    unit = min(times) / p.units
+    text = f"--problem: passes of {min(times):g} to {max(times):g} s are more than 1,000 units"
+    require(max(times) <= 1000 * unit, f"{text}; lower units, or leave slow options out")
+    return unit
+
+
+def perseus_report(args: argparse.Namespace) -> str:
+    """The energy of an iteration by its time, and the plan that fits in `seconds`, or the fastest.
+    Between two options of a pass, energy is interpolated: run it part of the time at each."""
+    p = read_problem(args, PERSEUS)
+    stages, flags = read_stages(p, args)
+    unit = time_unit(p, stages)
+    curves = pass_curves(p, stages, unit)
+    schedule = make_schedule("1f1b", p.pp, p.micro_batches)
+    fastest, highest = fastest_iteration(p, stages, schedule)
+    plans = []  # (seconds, joules with those of waiting, units of each pass), the fastest first
+    for point in energy_frontier(schedule, lambda a: of_pass(curves, a)):
+        seconds = point.time * unit
+        plans.insert(0, (seconds, point.joules + p.waiting * p.pp * seconds, point.plan))
+    joules = [plan[1] for plan in plans]
+    plans = plans[: 1 + joules.index(min(joules))]
+    lines = [
+        f"1f1b, {p.pp} stages, {p.micro_batches} micro-batches; at the highest clocks "
+        f"{fastest:.3f} s, {highest:,.0f} J",
+        f"{'seconds':>9}{'joules':>10}{'saved':>8}",
+    ]
+    for i in sorted({round(i * (len(plans) - 1) / 6) for i in range(7)}):
+        seconds, total, _ = plans[i]
+        lines.append(f"{seconds:>9.3f}{total:>10,.0f}{1 - total / highest:>8.1%}")
+    chosen = plans[0]
+    for plan in plans:
+        if p.seconds and plan[0] <= p.seconds:
+            chosen = plan
+    seconds, total, units = chosen
+    lines.append(f"{seconds:.3f} s, {total:,.0f} J: time of each pass over its shortest")
+    for actions in schedule.actions:
+        for kind in "FB":
+            own = [a for a in actions if a.kind == kind]
+            ratios = [f"{units[a] / min(of_pass(curves, a)):.2f}" for a in own]
+            lines.append(f"  {actions[0].chunk} {kind} {' '.join(ratios)}")
+    return "\n".join([*lines, flags])

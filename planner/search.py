@@ -14,7 +14,7 @@ Each method here searches a space that is too large for it, or needs far fewer e
     helix     layers on unequal GPUs                                  (helix.py)
     spindle   waves of tasks                                          (spindle.py)
     disttrain, dynapipe    GPUs of each module, micro-batches         (pipeline_search.py)
-    perseus   a clock for every pass                                  (perseus.py)
+    perseus   a clock for every pass                                  (pipeline_search.py)
 
 What train.py can run is printed as its flags: equal stages of data and tensor parallelism with any
 number of layers each and any set of recomputing stages. It cannot run stages of different sizes,
@@ -41,7 +41,7 @@ from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
 
-from planner import auto_sharding, helix, mixed_cluster, perseus, pipeline_search, spindle
+from planner import auto_sharding, helix, mixed_cluster, pipeline_search, spindle
 from planner.cost_model import Device, Shape, require
 from planner.flags import PLAN_FIELDS, add_shared
 from planner.training_plan import (
@@ -477,7 +477,8 @@ METHODS = {
         "micro-batches of sequences of unequal lengths",
     ),
     "perseus": Method(
-        perseus.perseus_report, "problem model device seq", "a clock for every pass of a pipeline"
+        pipeline_search.perseus_report, "problem model device seq",
+        "a clock for every pass of a pipeline",
     ),
 }  # fmt: skip
 

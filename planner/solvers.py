@@ -1,8 +1,8 @@
 """Solvers that several searches share: maximum flows, convex hulls, mixed-integer programs.
 
-helix.py, spindle.py, perseus.py and auto_sharding.py use them, and name the papers. test_all.py
-compares them with scipy and with enumeration. Needs: the standard library; IntegerProgram.minimize:
-scipy (HiGHS) and numpy, imported when it is called.
+helix.py, spindle.py, pipeline_search.py and auto_sharding.py use them, and name the papers.
+test_all.py compares them with scipy and with enumeration. Needs: the standard library;
+IntegerProgram.minimize: scipy (HiGHS) and numpy, imported when it is called.
 """
 
 from __future__ import annotations
