@@ -32,8 +32,8 @@ quantization/gemm.py have the kernels that run at memory speed, installed by `us
 
 Hooks: the Linear swap; the experts hook, which indexes the stack by expert; `linear_fn` of every
 layer. Equivalence (test_all.py): dequantized weights equal the formula bit for bit; each matmul
-matches fp64 of the dequantized weights; quantizing while loading == after. Needs: torch. `python quantize.py` checks itself and prints bytes, error and
-time of each scheme.
+matches fp64 of the dequantized weights; quantizing while loading == after. Needs: torch.
+`python quantize.py` checks itself and prints bytes, error and time of each scheme.
 
 Shapes: M rows of x, N output and K input features, G groups of a row.
 """

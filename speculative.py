@@ -29,9 +29,10 @@ token. Drafts *sampled* from q and verified by rejection sampling are accepted m
 the output's distribution is the same.
 
 Hook: drafters are callables, `propose(context, k) -> tokens, probs`; batched ones have
-`propose_batch` and run their model through a DraftRunner. Equivalence (test_all.py): greedy output == plain decoding's for every drafter and cache;
-sampled output against the exact distribution by chi-square, which wrong rules fail. Needs: torch; `python speculative.py` checks itself and prints what verification and
-drafting cost.
+`propose_batch` and run their model through a DraftRunner. Equivalence (test_all.py): greedy output
+== plain decoding's for every drafter and cache; sampled output against the exact distribution by
+chi-square, which wrong rules fail. Needs: torch; `python speculative.py` checks itself and prints
+what verification and drafting cost.
 
 Shapes: B rows, K drafts, V vocabulary, C model width.
 """

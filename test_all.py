@@ -26470,7 +26470,7 @@ def test_tuning_one_example_in_16_is_validation():
 @pytest.mark.parametrize("reference", ["a frozen copy", "without adapters"])
 @pytest.mark.parametrize("task", ["dpo", "grpo"])
 def test_tuning_loss_does_not_depend_on_micro_batches(task, reference):
-    """It and the numbers of a step are dpo_loss's and grpo_loss's, of all rows and summed over ranks; the
+    """It and the numbers of a step are dpo_loss's and grpo_loss's, of all rows, summed over ranks; the
     reference gets no gradient."""
     model, frozen = tuning_lora(), tuning_model(seed=4)
     how = dict(kl=0.2) if task == "grpo" else {}
@@ -35921,7 +35921,7 @@ TRAIN_BAD = {  # flags -> words of the error, separated by "|"
     "--set memory_checkpoint_dir=x": "--memory-checkpoint-every",
     "--offload CPU": "--offload CPU",
     "--offload {folder}/empty.txt": "--offload|empty.txt|another folder",
-    "--memory-checkpoint-every 1 --set memory_checkpoint_dir={folder}/empty.txt": "must be a folder",
+    "--memory-checkpoint-every 1 --set memory_checkpoint_dir={folder}/empty.txt": "be a folder",
     "--optimizer muon --offload cpu": "--optimizer muon",
     "--recompute most": "--recompute most",
     "--param-dtype bf16 --dtype fp32": "--param-dtype bf16",

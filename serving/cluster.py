@@ -8,8 +8,8 @@
 The HTTP server is serving/server.py in this process, its engine a ReplicatedEngine
 (replicated_engine.py): a stream survives the death of its replica. Each of N replicas has 1/N of
 this machine's CPUs, or a GPU; one that dies is started again, and --backend mp kills one that gives
-no sign of life for a minute. With MIN:MAX, Ray Serve adds replicas while they have more than 16 calls each, and removes
-some while they have fewer.
+no sign of life for a minute. With MIN:MAX, Ray Serve adds replicas while they have more than 16
+calls each, and removes some while they have fewer.
 
 With --tp T a replica is T ranks (tp_worker.py), each with 1/T of its CPUs or a GPU of its own; on
 Ray they are a placement group on one node. If one dies, the others are killed, and their calls

@@ -154,7 +154,7 @@ def _messages(where: str, value: list[Any]) -> Messages:
 
 
 def _add_own_fields(where: str, message: dict[str, Any], fields: Mapping[str, Any]) -> None:
-    """Check TRAINING_FIELDS, and add them to a message. The arguments of calls become objects, which
+    """Check TRAINING_FIELDS, and add them to a message. Arguments of calls become objects, which
     templates expect."""
     weight, calls = fields.get("weight", 1), fields.get("tool_calls", [])
     for name, given in (("tool_calls", calls), ("weight", "weight" in fields)):
