@@ -22,7 +22,7 @@ from __future__ import annotations
 
 if __name__ == "__main__":
     raise SystemExit(
-        "this is a part of generate.py; run: python generate.py --bench-serving --help"
+        "this is a part of generate.py; run: python generate.py --help"
     )
 
 import math
