@@ -71,58 +71,106 @@ from planner.training_plan import (
 # Aceso: relieve the bottleneck
 # --------------------------------------------------------------------------------------------------
 
-# What relieves a term of the step or a kind of memory, Aceso's reconfiguration primitives: a>b
-# moves a factor from one degree to the other, + and - change a field by one option, : sets it
+
+class Move(NamedTuple):
+    """One of Aceso's reconfiguration primitives. shift: the least factor of degree `field` goes to
+    degree `to`; up, down: `field` gets its next or previous option; set: `field` becomes `to`."""
+
+    kind: str
+    field: str
+    to: Any = None
+
+
+def shift(source: str, target: str) -> Move:
+    return Move("shift", source, target)
+
+
+def up(field: str) -> Move:
+    return Move("up", field)
+
+
+def down(field: str) -> Move:
+    return Move("down", field)
+
+
+def use(schedule: str) -> Move:
+    return Move("set", "schedule", schedule)
+
+
+def chunks(n: int) -> Move:
+    return Move("set", "chunks", n)
+
+
+# What relieves a term of the step or a kind of memory
 REMEDIES = {
-    "matmuls": "recompute- tp>dp micro+ tp>pp pp>dp",
-    "attention": "cp>dp tp>dp pp>dp",
-    "elementwise": "dp>tp pp>tp",
-    "tensor parallel": "tp>dp tp>pp tp>cp",
-    "context parallel": "cp>dp cp>tp cp>pp",
-    "expert parallel": "ep- tp>dp",
-    "recomputation": "recompute- micro- dp>pp",
-    "head and loss": "pp>dp dp>tp",
-    "uneven stages": "pp>dp pp>tp chunks- chunks+ chunks:4 chunks:6",
-    "bubble": "schedule:interleaved schedule:zb-h1 schedule:zbv chunks+ chunks:6 micro- pp>dp "
-    "pp>tp pp>cp",
-    "stage to stage": "chunks- schedule:1f1b schedule:zb-h1 pp>dp micro+",
-    "data parallel": "dp>tp dp>pp dp>cp zero- ep+ micro+",
-    "optimizer": "dp>tp dp>pp pp>dp",
-    "weights": "zero+ dp>tp dp>pp dp>cp ep+ recompute+",
-    "gradients": "zero+ dp>tp dp>pp dp>cp ep+ recompute+",
-    "activations": "recompute+ micro- dp>tp dp>cp schedule:1f1b pp>tp pp>cp",
-    "logits": "micro- dp>tp dp>cp recompute+",
-}
-HOPS, BEAM = 4, 2  # primitives in a row; configurations kept after each but the last
+    "matmuls": [
+        down("recompute"), shift("tp", "dp"), up("micro"), shift("tp", "pp"), shift("pp", "dp"),
+    ],
+    "attention": [shift("cp", "dp"), shift("tp", "dp"), shift("pp", "dp")],
+    "elementwise": [shift("dp", "tp"), shift("pp", "tp")],
+    "tensor parallel": [shift("tp", "dp"), shift("tp", "pp"), shift("tp", "cp")],
+    "context parallel": [shift("cp", "dp"), shift("cp", "tp"), shift("cp", "pp")],
+    "expert parallel": [down("ep"), shift("tp", "dp")],
+    "recomputation": [down("recompute"), down("micro"), shift("dp", "pp")],
+    "head and loss": [shift("pp", "dp"), shift("dp", "tp")],
+    "uneven stages": [
+        shift("pp", "dp"), shift("pp", "tp"), down("chunks"), up("chunks"), chunks(4), chunks(6),
+    ],
+    "bubble": [
+        use("interleaved"), use("zb-h1"), use("zbv"), up("chunks"), chunks(6), down("micro"),
+        shift("pp", "dp"), shift("pp", "tp"), shift("pp", "cp"),
+    ],
+    "stage to stage": [down("chunks"), use("1f1b"), use("zb-h1"), shift("pp", "dp"), up("micro")],
+    "data parallel": [
+        shift("dp", "tp"), shift("dp", "pp"), shift("dp", "cp"), down("zero"), up("ep"),
+        up("micro"),
+    ],
+    "optimizer": [shift("dp", "tp"), shift("dp", "pp"), shift("pp", "dp")],
+    "weights": [
+        up("zero"), shift("dp", "tp"), shift("dp", "pp"), shift("dp", "cp"), up("ep"),
+        up("recompute"),
+    ],
+    "gradients": [
+        up("zero"), shift("dp", "tp"), shift("dp", "pp"), shift("dp", "cp"), up("ep"),
+        up("recompute"),
+    ],
+    "activations": [
+        up("recompute"), down("micro"), shift("dp", "tp"), shift("dp", "cp"), use("1f1b"),
+        shift("pp", "tp"), shift("pp", "cp"),
+    ],
+    "logits": [down("micro"), shift("dp", "tp"), shift("dp", "cp"), up("recompute")],
+}  # fmt: skip
+HOPS, BEAM = 4, 2  # moves in a row; configurations kept after each but the last
 OPTIONS = {"micro": (1, 2, 4, 8), "zero": (1, 2, 3), "recompute": RECOMPUTE, "chunks": range(2, 9)}
 
 
-def reconfigure(plan: Plan, primitive: str) -> Plan | None:
-    """The plan after a primitive, and after what it entails: no schedule without stages, whole
+def change_field(p: Plan, move: Move) -> Plan | None:
+    """The plan after a move, whether or not it can run. None if there is no such option."""
+    field, value = move.field, getattr(p, move.field)
+    if move.kind == "shift":
+        if value == 1:
+            return None
+        factor = divisors(value)[1]
+        return replace(p, **{field: value // factor, move.to: getattr(p, move.to) * factor})
+    if move.kind == "set" and field == "schedule":
+        return replace(p, schedule=move.to, chunks=2 if move.to in ("interleaved", "zbv") else 1)
+    if move.kind == "set":
+        return replace(p, chunks=move.to) if p.schedule == "interleaved" else p
+    if field == "ep":
+        return replace(p, ep=value * 2 if move.kind == "up" else value // 2)
+    options = OPTIONS[field]
+    if value not in options:
+        return None
+    i = options.index(value) + (1 if move.kind == "up" else -1)
+    return replace(p, **{field: options[i]}) if 0 <= i < len(options) else None
+
+
+def reconfigure(plan: Plan, move: Move) -> Plan | None:
+    """The plan after a move, and after what it entails: no schedule without stages, whole
     micro-batches. None if there is nothing to change."""
-    p = plan
-    if ">" in primitive:
-        source, target = primitive.split(">")
-        n = getattr(p, source)
-        if n == 1:
-            return None
-        factor = divisors(n)[1]
-        p = replace(p, **{source: n // factor, target: getattr(p, target) * factor})
-    elif primitive[:-1] == "ep":
-        p = replace(p, ep=p.ep * 2 if primitive == "ep+" else p.ep // 2)
-    elif ":" in primitive:
-        field, value = primitive.split(":")
-        if field == "chunks":
-            p = replace(p, chunks=int(value) if p.schedule == "interleaved" else p.chunks)
-        else:
-            p = replace(p, schedule=value, chunks=2 if value in ("interleaved", "zbv") else 1)
-    else:
-        options = OPTIONS[primitive[:-1]]
-        value = getattr(p, primitive[:-1])
-        i = options.index(value) + (1 if primitive[-1] == "+" else -1) if value in options else -1
-        if not 0 <= i < len(options):
-            return None
-        p = replace(p, **{primitive[:-1]: options[i]})
+    p = change_field(plan, move)
+    if p is None:
+        return None
     p = replace(p, ep=math.gcd(p.ep, p.dp))
     if p.pp == 1:
         p = replace(p, schedule="1f1b", chunks=1)
@@ -158,26 +206,31 @@ class Evaluations(dict):
 
     def bottlenecks(self, p: Plan) -> list[str]:
         """Kinds of memory of a plan that does not fit, otherwise of time, the largest first."""
-        kinds = memory(self.job[0], p, *self.job[1:]) if self[p][0] else self.predict(p).seconds
-        kinds = {{"optimizer": "weights"}.get(k, k) if self[p][0] else k: x
-                 for k, x in kinds.items()}  # fmt: skip
+        if self[p][0]:
+            kinds = memory(self.job[0], p, *self.job[1:])
+            kinds["weights"] = kinds.pop("optimizer")  # mostly larger, and relieved alike
+        else:
+            kinds = self.predict(p).seconds
         return sorted((k for k in kinds if k in REMEDIES and kinds[k] > 0), key=lambda k: -kinds[k])
 
 
 def relieve(
     seen: Evaluations, plan: Plan, goal: tuple[bool, float], hops: int, visited: set[Plan]
 ) -> Plan | None:
-    """The first plan better than `goal` that up to `hops` primitives reach, for the plan's largest
+    """The first plan better than `goal` that up to `hops` moves reach, for the plan's largest
     bottleneck first (Aceso's multi-hop search)."""
     for kind in seen.bottlenecks(plan):
-        found = (reconfigure(plan, primitive) for primitive in REMEDIES[kind].split())
+        found = (reconfigure(plan, move) for move in REMEDIES[kind])
         new = [p for p in dict.fromkeys(found) if p and p not in visited and seen.valid(p)]
         visited |= set(new)
         new.sort(key=seen.__getitem__)
         if new and seen[new[0]] < goal:
             return new[0]
-        for p in new[:BEAM] if hops > 1 else ():
-            if better := relieve(seen, p, goal, hops - 1, visited):
+        if hops == 1:
+            continue
+        for p in new[:BEAM]:
+            better = relieve(seen, p, goal, hops - 1, visited)
+            if better:
                 return better
     return None
 
@@ -193,7 +246,7 @@ def aceso(
     shape: Shape, device: Device, gpus: int, seq: int, batch: int, **fixed: Any
 ) -> tuple[Plan | None, Evaluations]:
     """The best plan at which no bottleneck can be relieved further, or None if none fits; and what
-    was evaluated. One primitive at a time from a start for each number of stages; then several in a
+    was evaluated. One move at a time from a start for each number of stages; then several in a
     row from the best of these."""
     seen = Evaluations(shape, device, gpus, seq, batch, fixed)
     ends = []

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from planner.cost_model import Device, load_device, parse_number, require
 from planner.flags import is_count, is_positive, read_problem
 from planner.solvers import lower_hull
-from planner.training_plan import block, passes, Plan, divisors
+from planner.training_plan import Plan, block, divisors, passes
 
 
 @dataclass(frozen=True)
@@ -85,28 +85,49 @@ def allocations(tasks: Mapping[str, Task], devices: int) -> Iterator[dict[str, i
             yield {name: n} | rest if n else rest
 
 
+def candidate_waves(
+    tasks: Mapping[str, Task], chosen: Mapping[str, int], left: Mapping[str, int]
+) -> Iterator[Wave]:
+    """Waves with `chosen` devices for each task that end with one of the operators left."""
+    times = {name: tasks[name].seconds[n] for name, n in chosen.items()}
+    for name, time in times.items():
+        for c in range(1, left[name] + 1):
+            end = c * time * (1 + 1e-9)
+            counts = {n: min(left[n], int(end / t)) for n, t in times.items()}
+            if all(counts.values()):
+                took = max(counts[n] * t for n, t in times.items())
+                yield Wave(took, {n: (chosen[n], count) for n, count in counts.items()})
+
+
+def best_wave(
+    tasks: Mapping[str, Task], left: Mapping[str, int], work: Mapping[str, float], devices: int
+) -> Wave:
+    """The wave that does the most work per second, the longer of equal ones."""
+    best, found = (0.0, 0.0), None
+    for chosen in allocations(tasks, devices):
+        for wave in candidate_waves(tasks, chosen, left):
+            done = sum(count * work[name] for name, (_, count) in wave.runs.items())
+            key = round(done / wave.seconds, 9), wave.seconds
+            if key > best:
+                best, found = key, wave
+    return found
+
+
 def level_waves(tasks: Mapping[str, Task], devices: int) -> list[Wave]:
-    """Waves of independent tasks. Each wave, of up to 4 of the tasks with the most work left, is
-    the one that does the most work per second, the longer of equal ones. An operator's work is its
-    device-seconds in the relaxed plan, so that a wave of 1 second does at most `devices`. (The
-    paper rounds the relaxed plan to two allocations of each task and fills waves with those.)"""
+    """Waves of independent tasks, each the best one of up to 4 of the tasks with the most work
+    left. An operator's work is its device-seconds in the relaxed plan, so that a wave of 1 second
+    does at most `devices`. (The paper rounds the relaxed plan to two allocations of each task and
+    fills waves with those.)"""
     seconds, shares = relax(tasks, devices)
     work = {name: shares[name] * seconds / task.count for name, task in tasks.items()}
-    left, waves = {name: task.count for name, task in tasks.items()}, []
-    while names := sorted((n for n in left if left[n]), key=lambda n: -left[n] * work[n])[:4]:
-        best, found = (0.0, 0.0), None
-        for chosen in allocations({n: tasks[n] for n in names}, devices):
-            times = {name: tasks[name].seconds[n] for name, n in chosen.items()}
-            for end in (c * t for name, t in times.items() for c in range(1, left[name] + 1)):
-                counts = {n: min(left[n], int(end * (1 + 1e-9) / t)) for n, t in times.items()}
-                took = max(counts[n] * t for n, t in times.items())
-                rate = sum(counts[n] * work[n] for n in times) / took if took else 0.0
-                if all(counts.values()) and best < (key := (round(rate, 9), took)):
-                    runs = {n: (chosen[n], count) for n, count in counts.items()}
-                    best, found = key, Wave(took, runs)
-        for name, (_, count) in found.runs.items():
+    left = {name: task.count for name, task in tasks.items()}
+    waves = []
+    while any(left.values()):
+        most = sorted((n for n in left if left[n]), key=lambda n: -left[n] * work[n])
+        wave = best_wave({n: tasks[n] for n in most[:4]}, left, work, devices)
+        for name, (_, count) in wave.runs.items():
             left[name] -= count
-        waves.append(found)
+        waves.append(wave)
     return waves
 
 
@@ -148,7 +169,7 @@ SPINDLE = {
         "text": [12, 768, 12, 512, 32, []],
         "image-text": [12, 1024, 16, 768, 32, ["image", "text"]],
         "audio-text": [12, 1024, 16, 1024, 16, ["audio", "text"]],
-    },
+    }
 }
 
 
