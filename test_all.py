@@ -201,7 +201,8 @@ from training import checkpoint as CK, chunked_loss as CL, config as TCONF, data
 from training import dataset as TX, dpo as DPO, draft_head as DH, grpo as GRPO, lora as LO
 from training import lora_jobs as LJ, metrics as MT
 from training import offload as OF, optimizers as OP, python_text as PT, recompute as RC
-from training import recovery as RE, shards as SHARDS, state as SD, step as STEP
+from training import recovery as RE, replica_groups as RG, shards as SHARDS, state as SD
+from training import step as STEP
 from serving import token_windows as TW
 from training import lr_sweep as TRIALS, watchdog as WD
 from training import capacity_routing as CAPACITY, low_precision as LOWP
@@ -36202,7 +36203,7 @@ def test_train_losses_and_gradient_equal_their_definition(config):
     want = torch.autograd.grad(main + 0.3 * mtp, [*model.parameters()])
     for micro in (1, 2, 4, 6):
         model.zero_grad()
-        got = STEP.forward_backward(model, batch, micro)
+        got = T.forward_backward(model, batch, micro)
         assert got["loss"] == pytest.approx(main.item(), rel=1e-6)
         assert got.get("mtp_loss", 0.0) == pytest.approx(mtp.item(), rel=1e-6)
         assert all(
@@ -36218,7 +36219,7 @@ def test_train_readme_shows_an_objective_that_works():
     model, batch = random_model(tiny()), random_tokens(tiny(), 3, 9)
     batch[0, 5:] = DA.PAD
     objective = space["LabelSmoothing"](layout=STEP.SINGLE_PROCESS)
-    got = STEP.forward_backward(model.requires_grad_(), batch, 2, objective=objective)["loss"]
+    got = T.forward_backward(model.requires_grad_(), batch, 2, objective=objective)["loss"]
     logps = model(batch.clamp(min=0)[:, :-1]).log_softmax(-1)
     chosen = logps.gather(-1, batch.clamp(min=0)[:, 1:, None])[..., 0]
     loss = -(0.9 * chosen + 0.1 * logps.mean(-1))
@@ -36380,7 +36381,7 @@ def test_draft_head_padding_is_never_a_token():
     want = ((sums / counts * weights).sum() / weights.sum()).item()
     head.config = config
     for micro in (1, 2, 3):
-        got = STEP.forward_backward(head, rows, micro, objective=objective)
+        got = T.forward_backward(head, rows, micro, objective=objective)
         assert got["loss"] == pytest.approx(want, rel=1e-5)
 
 
@@ -36549,12 +36550,12 @@ def test_train_moe_auxiliary_losses_equal_their_formulas(kind, config):
         loss.backward()
         return loss.item()
 
-    plain, without = router_gradients(lambda: STEP.forward_backward(model, batch, 4))
+    plain, without = router_gradients(lambda: T.forward_backward(model, batch, 4))
     expected, added = router_gradients(formula)
     assert "aux_loss" not in plain and len(routed) == len(layers) and added.norm() > 1e-3
     for micro in (4, 1, 2, 3):
         balance = STEP.LoadBalancer(model, **{kind: 0.3})
-        step = lambda: STEP.forward_backward(model, batch, micro, balance=balance)
+        step = lambda: T.forward_backward(model, batch, micro, balance=balance)
         row, gradient = router_gradients(step)
         assert row["loss"] == pytest.approx(plain["loss"], rel=1e-6)
         if kind != "aux" or micro == 4:
@@ -36569,7 +36570,7 @@ def test_train_moe_validation_does_not_count_expert_load():
     config = mixtral()
     model, tokens = random_model(config), random_tokens(config, 2, 200)[0].int()
     balance = STEP.LoadBalancer(model, aux=1.0, seq=1.0, z=1.0)
-    STEP.validate(model, tokens, 32, 2, T.DistEnv(torch.device("cpu"), "fp32", 0, 1))
+    STEP.validate(model, tokens, 32, 2, DIST_ENV.DistEnv(torch.device("cpu"), "fp32", 0, 1))
     assert not balance.counts.any() and not balance.terms
     model(random_tokens(config, 2, 9))
     assert balance.counts.sum(1).tolist() == [2 * 9 * 2] * 2 and len(balance.terms) == 6
@@ -36604,10 +36605,10 @@ def test_train_moe_padding_is_never_a_token(config):
     if config.scoring == "softmax":
         theirs = [load_balancing_loss_func((x[0],), config.n_experts, K) for x, _ in together]
         want["aux"] = sum(theirs) / K
-    for kind, T, micro in product(want, (9, 40), (4, 1, 3)):
-        rows = torch.stack([DA.encode_row(c.tolist(), 3, T) for c in chats]).long()
+    for kind, length, micro in product(want, (9, 40), (4, 1, 3)):
+        rows = torch.stack([DA.encode_row(c.tolist(), 3, length) for c in chats]).long()
         balance = STEP.LoadBalancer(model, 0.0, **{kind: 1.0})  # biases stay
-        got = STEP.forward_backward(model, rows, micro, balance=balance)
+        got = T.forward_backward(model, rows, micro, balance=balance)
         balance.update()
         assert got["tokens"] == sum(map(len, chats))
         assert balance.last.tolist() == [x.tolist() for x in loads]
@@ -36618,7 +36619,7 @@ def test_train_moe_padding_is_never_a_token(config):
 def test_train_throughput_counts_no_padding(monkeypatch):
     """Tokens per second and the epochs in the summary's line, of 30 tokens in rows of 64."""
     args = T.parse_args("--seq-len 16 --batch-size 4 --steps 10 --dtype fp32".split())
-    env = T.DistEnv(torch.device("cpu"), "fp32", 0, 1)
+    env = DIST_ENV.DistEnv(torch.device("cpu"), "fp32", 0, 1)
     speed = MT.Throughput(args, tiny(), env)
     monkeypatch.setattr(MT.time, "perf_counter", iter([5.0, 7.0]).__next__)
     speed.start()
@@ -36634,7 +36635,7 @@ def test_train_moe_pyramid_counts_each_layers_own_experts():
     model, batch = random_model(PYRAMID).requires_grad_(True), random_tokens(PYRAMID, 4, 18)
     layers, balance = moe_layers(model), STEP.LoadBalancer(model, speed=0.5)
     assert [len(layer.expert_bias) for layer in layers] == [4, 8, 8]
-    STEP.forward_backward(model, batch, 4, balance=balance)
+    T.forward_backward(model, batch, 4, balance=balance)
     balance.update()
     load = balance.expert_load()
     assert [(len(row), sum(row)) for row in load] == [(4, 68), (8, 68), (8, 64)]
@@ -36729,7 +36730,7 @@ def test_train_moe_upcycled_model_equals_the_dense_model(family, tmp_path):
     HF.save_checkpoint(random_model(tiny(**small, **fields)), tmp_path / "dense")
     flags = f"--init {tmp_path / 'dense'} --upcycle 4 --set upcycle_top_k=3"
     args = T.parse_args(flags.split())
-    config, env = BUILD.model_config(args), T.DistEnv(torch.device("cpu"), "fp32", 0, 1)
+    config, env = BUILD.model_config(args), DIST_ENV.DistEnv(torch.device("cpu"), "fp32", 0, 1)
     dense = HF.load_checkpoint(tmp_path / "dense", dtype=torch.float32)
     model = BUILD.build_model(args, config, env).eval().requires_grad_(False)
     assert config.family == upcycled_family and config.moe_layers == (0, 1)
@@ -36963,8 +36964,8 @@ def test_attention_in_training_is_passed_to_every_layer():
     config, layers = latent(n_mtp_layers=2), []
     model, batch = random_model(config).requires_grad_(True), random_tokens(config, 2, 12)
     attend = lambda spec, *qkv: layers.append(spec.index) or M.causal_attention(spec, *qkv)
-    STEP.forward_backward(model, batch, 2, attend=attend)
-    env = T.DistEnv(torch.device("cpu"), "fp32", 0, 1)
+    T.forward_backward(model, batch, 2, attend=attend)
+    env = DIST_ENV.DistEnv(torch.device("cpu"), "fp32", 0, 1)
     STEP.validate(model, batch.flatten(), 23, 1, env, attend)
     assert layers == [0, 1, 2, 3, 4] * 2
     assert STEP.make_attend("sdpa") is STEP.short_attention
@@ -37241,7 +37242,7 @@ def in_dtype(name: str):
 
 def layout_model(case: LayoutCase, args, layout, rank: int = 0) -> M.Transformer:
     """train.py's model with layout_weights."""
-    env = T.DistEnv(torch.device("cpu"), args.dtype, rank, case.ranks)
+    env = DIST_ENV.DistEnv(torch.device("cpu"), args.dtype, rank, case.ranks)
     model = BUILD.build_model(args, case.config, env, layout)
     assert {p.dtype for p in model.parameters()} == {LAYOUT_DTYPES[case.dtype]}
     whole = layout_weights(case.model)
@@ -37269,11 +37270,11 @@ def layout_steps(case, args, layout, model):
     attend = layout.attend(STEP.make_attend(args.attention))
     losses = dict(aux=args.aux_loss, seq=args.seq_aux_loss, z=args.router_z_loss)
     balance = STEP.LoadBalancer(model, **losses, layout=layout)
-    env = T.DistEnv(torch.device("cpu"), args.dtype, 0, case.ranks)
+    env = DIST_ENV.DistEnv(torch.device("cpu"), args.dtype, 0, case.ranks)
     rest = env.autocast, attend, balance, layout
     for step in range(case.steps):
         rows = case.rows(step, layout)
-        losses = STEP.forward_backward(model, rows, args.micro_batch_size, *rest)
+        losses = T.forward_backward(model, rows, args.micro_batch_size, *rest)
         yield step, losses, None, optimizer
         norm = optimizer_step(model, optimizer, 1e-2, layout)
         balance.update(layout)
@@ -37804,7 +37805,7 @@ def chain_case(rank: int, cases: tuple[LayoutCase, ...], folder: Path, name: str
     state, the state it loaded, and the state after its step."""
     for i, case in enumerate(cases):
         args, single = case.args(single=case.ranks == 1), case.ranks == 1
-        env = T.DistEnv(torch.device("cpu"), "fp32", rank, case.ranks)
+        env = DIST_ENV.DistEnv(torch.device("cpu"), "fp32", rank, case.ranks)
         layout = STEP.SINGLE_PROCESS if single else T.ParallelDims(args, case.config, 4)
         model = BUILD.build_model(args, case.config, env, layout)
         optimizer = BUILD.build_optimizer(model, layout)
@@ -37823,7 +37824,7 @@ def chain_case(rank: int, cases: tuple[LayoutCase, ...], folder: Path, name: str
         attend = layout.attend(STEP.make_attend(args.attention))
         balance = STEP.LoadBalancer(model, z=args.router_z_loss, layout=layout)
         rows, rest = case.rows(i, layout), (contextlib.nullcontext, attend, balance, layout)
-        STEP.forward_backward(model, rows, args.micro_batch_size, *rest)
+        T.forward_backward(model, rows, args.micro_batch_size, *rest)
         optimizer_step(model, optimizer, 1e-3, layout)
         balance.update(layout)
         case.validate(model, env, attend, layout)
@@ -38175,7 +38176,7 @@ def weights_without_mtp(flags: str, rank: int = 0, ranks: int = 1) -> dict[str, 
             group["lr"] = 0.1
         rest = case.micro, contextlib.nullcontext, attend, None, layout, WithoutMTP(layout=layout)
         for step in range(case.steps):
-            STEP.forward_backward(model, case.rows(step, layout), *rest)
+            T.forward_backward(model, case.rows(step, layout), *rest)
             STEP.clip_gradients(model, 1.0, layout)
             optimizer.step()
             optimizer.zero_grad()
@@ -38335,7 +38336,7 @@ def dry_run_costs(env, folder, ranks, model, flags):
     dist.destroy_process_group()
     args, config = dry_args(folder, model, flags, "--dry-run", f"{ranks}")
     dry_run.setup(args, config)
-    costs = dry_run.count_costs(args, config)[0]
+    costs = dry_run.count_costs(args, config, T.forward_backward)[0]
     dist.destroy_process_group()
     return costs
 
@@ -38365,7 +38366,7 @@ def dry_real_step(env, folder, ranks, model, flags):
     if "--batch-size" not in flags:
         args.batch_size = 2 * ranks // (args.tp * args.cp)
     layout = T.ParallelDims(args, config, ranks)
-    place = T.DistEnv(torch.device("cpu"), args.dtype, env.rank, ranks)
+    place = DIST_ENV.DistEnv(torch.device("cpu"), args.dtype, env.rank, ranks)
     model = BUILD.build_model(args, config, place, layout)
     pairs = torch.zeros(6, 4)
     for row, pair in zip(pairs, combinations(range(4), 2), strict=True):
@@ -38378,7 +38379,7 @@ def dry_real_step(env, folder, ranks, model, flags):
     rows = len(layout.samples(args.batch_size))
     batch = (torch.arange(args.seq_len + 1) % 4 * 24 + 5).repeat(rows, 1)
     with CollectivesOnCopies():
-        return dry_run.measure(args, model, batch, layout)
+        return dry_run.measure(args, model, batch, layout, T.forward_backward)
 
 
 @pytest.fixture(scope="module")
@@ -39180,7 +39181,7 @@ def test_diloco_workers_partition_every_batch(dl_argv, dl_plain, tmp_path):
 def test_diloco_readmitted_worker_continues_at_the_others_step(dl_argv, tmp_path, monkeypatch):
     """A meeting that ends two rounds further: the steps between are not made."""
     jump = lambda self, step, row: 8 if step == 2 else step
-    monkeypatch.setattr(CB.DiLoCoWorker, "after_update", jump)
+    monkeypatch.setattr(CB.DiLoCoWorker, "synchronize", jump)
     flags = f"--steps 10 --diloco 2 --diloco-rendezvous {tmp_path / 'store'}"
     trained(*dl_argv(tmp_path / "out", flags))
     assert [row["step"] for row in metrics(tmp_path / "out")] == [1, 8, 9, 10]
@@ -39328,7 +39329,7 @@ def test_train_scale_precision(train_runs, tmp_path, monkeypatch):
 def test_train_scale_mup_scales_weights_and_rates(train_runs):
     """Twice the base width: matrices are 1 / sqrt(2), the head 1 / 2 as large, rates half."""
     args = T.parse_args(train_runs.argv("--set mup_base=16", Path("x")))
-    place, shape = T.DistEnv(torch.device("cpu"), "fp32", 0, 1), BUILD.model_config(args)
+    place, shape = DIST_ENV.DistEnv(torch.device("cpu"), "fp32", 0, 1), BUILD.model_config(args)
     half = BUILD.build_model(args, shape, place, T.ParallelDims(args, shape))
     optimizer = BUILD.build_optimizer(half, STEP.SINGLE_PROCESS, args)
     args.mup_base = 32
@@ -39543,7 +39544,7 @@ def test_train_scale_tensorboard_has_each_step_once(train_runs, tmp_path, monkey
             del shown[key]
         return SimpleNamespace(add_scalar=add_scalar, close=lambda: None)
 
-    for module in (MT, T):
+    for module in (MT, BUILD):
         monkeypatch.setattr(module, "summary_writer", lambda: writer)
     out, flags = tmp_path / "out", ("--set", "tensorboard=true")
     interrupt([*train_runs.argv("", out), *flags], out, 3)
@@ -40307,7 +40308,7 @@ def test_train_scale_a_killed_replica_group_comes_back(
 ):
     """The other group goes on alone; restarted, it takes the other's state: the same bits."""
     lighthouse(1)
-    steps, ranks, real = 30, 2, CB.Callbacks
+    steps, ranks, real, group = 30, 2, CB.Callbacks, RG.ReplicaGroup
     flags = f"--zero 3 --steps {steps} --save-every 1000 --eval-every 1000"
     written = lambda name: (tmp_path / name / "metrics.jsonl").exists()
     rows = lambda name: metrics(tmp_path / name) if written(name) else []
@@ -40329,9 +40330,9 @@ def test_train_scale_a_killed_replica_group_comes_back(
             at_phase(step)
             return real_phase(self, step, *args)
 
-        real_before_step, real_phase = real.before_step, real.phase
+        real_before_step, real_phase = group.before_step, real.phase
         with monkeypatch.context() as patch:
-            patch.setattr(real, "before_step", before_step)
+            patch.setattr(group, "before_step", before_step)
             patch.setattr(real, "phase", phase)
             return replica_group(train_runs.argv(flags, tmp_path / name), i, ranks)
 

@@ -15,7 +15,7 @@
                                                  a draft head for speculative decoding
 
 training/config.py has every flag and which go together; Trainer builds the parts of a run, and its
-loop() is the one loop. Another loss is an objective (training/step.py), another optimizer a branch
+loop() is the one loop, with forward_backward below it. Another loss is an objective (training/step.py), another optimizer a branch
 of build_optimizer (training/build.py), another reaction to a failure a callback
 (training/callbacks.py).
 
@@ -43,7 +43,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent
 for folder in "huggingface generation serving quantization training parallelism".split():
@@ -59,30 +60,28 @@ for folder in "huggingface generation serving quantization training parallelism"
     if spec.submodule_search_locations[0] != str(ROOT / folder):
         sys.exit(f"train.py: error: {spec.origin} shadows {folder}/; uninstall that package")
 
-from training.build import build_model, build_optimizer, compile_model, meta_model, model_config
-from training.callbacks import Callback, Callbacks, DiLoCoWorker, MemoryCheckpoints, OffloadFolder
-from training.callbacks import Profiler, RankMonitor
+from model import Attend, causal_attention
+from training.build import build_model, build_optimizer, common_files, common_inputs, compile_model
+from training.build import export_run, meta_model, model_config, prepare_output
+from training.callbacks import DiLoCoWorker, build_callbacks
 from training.checkpoint import Checkpoints, list_steps
 from training.config import TrainConfig, check_experts, parse_args
 from training.dataset import build_dataset
-from training.dist_env import DistEnv, all_ranks_reach, init_distributed, rank0_first
-from training.dist_env import same_on_all_ranks
+from training.dist_env import all_ranks_reach, init_distributed, rank0_first, same_on_all_ranks
+from training.dist_env import sync_stop_and_data_wait
 from training.draft_head import build_draft_head, save_draft_head
 from training.flags import out_of_memory
 from training.lora_jobs import build_job_datasets
 from training.metrics import Metrics, PeakMemory, Throughput, log, plot, progress_bar, show_row
-from training.metrics import summary, summary_writer
+from training.metrics import summary
 from training.objectives import build_objective
 from training.optimizers import LossScaler, learning_rate
 from training.parallelize import ParallelDims
 from training.recovery import Diverged, Guard, stop_on_signals
 from training.replica_groups import ReplicaGroup
-from training.run_folder import INPUTS, check_apart, check_new_folder, check_output_dir, copy_files
-from training.run_folder import init_sample, input_hash, make_folder, read_inputs, record_inputs
-from training.run_folder import starting, verify_init, verify_input
-from training.state import CHECKPOINTS, TrainState, export, needs_init, restore_settings, saved_run
-from training.step import LoadBalancer, clip_gradients, forward_backward, make_attend
-from training.writer_lock import writer_lock
+from training.state import CHECKPOINTS, TrainState, export, restore_settings
+from training.step import MTP_WEIGHT, SINGLE_PROCESS, LoadBalancer, NextToken, Objective
+from training.step import clip_gradients, make_attend, step_shares
 
 
 def train(config: TrainConfig) -> None:
@@ -102,7 +101,7 @@ def train(config: TrainConfig) -> None:
 
 
 class Trainer:
-    """The parts of a run, in the order in which they are built, and the loop."""
+    """The parts of a run, in the order in which they are built, and, last, the loop."""
 
     def __init__(self, config: TrainConfig, out: contextlib.ExitStack, start: contextlib.ExitStack):
         self.config, self.env = config, init_distributed(config)  # device, dtype, ranks
@@ -137,68 +136,15 @@ class Trainer:
             self.dataset.fingerprint,
         )  # fmt: skip
         self.checkpoints = Checkpoints(config.out / CHECKPOINTS, keep=config.keep_latest_k)
-        self.callbacks = build_callbacks(config, self.state, self.checkpoints, self.env, memory)
+        self.callbacks = build_callbacks(config, self.state, self.env, memory)
+        self.replica_group, self.diloco = None, None
+        if config.replica_groups is not None:
+            self.replica_group = self.callbacks.add(ReplicaGroup(config, self.state, self.env))
+        if config.diloco is not None:
+            worker = DiLoCoWorker(config, self.state, self.checkpoints, self.env)
+            self.diloco = self.callbacks.add(worker)
         self.speed = Throughput(config, model_cfg, self.env)
         self.metrics, self.bar = None, None
-
-    def loop(self) -> int:
-        """Train up to --steps or a signal; returns the number of finished steps."""
-        config, env, layout = self.config, self.env, self.layout
-        optimizer, checkpoints, callbacks = self.optimizer, self.checkpoints, self.callbacks
-        step, stopping = self.start(), False
-        while step < config.steps and not stopping:
-            step = callbacks.before_step(step)  # a replica group may be behind the others
-            callbacks.phase(step + 1, "data")
-            self.speed.start()
-            with self.saved_on_error(step):
-                batch = self.objective.batch(step).to(env.device, non_blocking=True)
-            data_wait = self.speed.elapsed()
-
-            callbacks.phase(step + 1, "forward and backward")
-            lr = set_learning_rate(optimizer, config, step)
-            if config.optimizer_in_backward:
-                checkpoints.wait_for_staging()
-            scale = self.scaler.scale if self.scaler else 1.0
-            with callbacks.dump_on_error():
-                losses = forward_backward(
-                    self.step_model, batch, config.micro_batch_size, env.autocast, self.attend,
-                    self.balance, layout, self.objective, scale,
-                )  # fmt: skip
-                losses = callbacks.reduce_gradients(losses)
-
-            callbacks.phase(step + 1, "update")
-            groups = self.objective.clip_groups(self.model) if config.lora_jobs else ()
-            norm = clip_gradients(self.model, config.grad_clip, layout, scale, groups)
-            checkpoints.wait_for_staging()  # the last step's weights must be copied first
-            skipped = callbacks.vote() or self.reason_to_skip(step + 1, losses["loss"], norm)
-            if skipped is None:
-                optimizer.step()
-                self.state.updates += 1
-            optimizer.zero_grad()
-            self.balance.update(layout)
-            step += 1
-
-            callbacks.phase(step, "logging")
-            # waits for the GPU, so that the step's time includes the update
-            stopping, data_wait = sync_stop_and_data_wait(self.signals, data_wait, env.device)
-            row = {"step": step, **losses, "lr": lr, **self.balance.row, **self.objective.row}
-            row |= self.speed.row(row.pop("tokens")) | {"data_wait": data_wait}
-            row |= {} if config.optimizer_in_backward else {"grad_norm": norm}
-            row |= {"skipped": skipped} if skipped else {}
-            step = row["step"] = callbacks.after_update(step, row)  # DiLoCo may skip steps
-            done = step == config.steps
-            due = (step % config.save_every == 0 and skipped is None) or stopping or done
-            if due and env.world > 1:  # first: in the validation one rank may fail alone
-                checkpoints.save(step, *callbacks.checkpoint(), async_staging=True)
-            if step % config.eval_every == 0 or done:
-                callbacks.phase(step, "validation")
-                with self.saved_on_error(step):
-                    row |= self.validate()
-            self.report(row)
-            if due and env.world == 1:
-                checkpoints.save(step, *callbacks.checkpoint(), async_staging=True)
-            callbacks.after_step(step)
-        return step
 
     def start(self) -> int:
         """Resume, and report the run; returns the number of finished steps."""
@@ -213,7 +159,8 @@ class Trainer:
         if env.rank == 0:
             self.metrics = Metrics(config.out, step, config.tensorboard)
         self.bar = progress_bar(step, config.steps, env)
-        return self.callbacks.start(step)
+        self.callbacks.start(step)
+        return step if self.diloco is None else self.diloco.join(step)
 
     def resume(self) -> int:
         """Load the newest intact state, from memory checkpoints or from disk; returns its step."""
@@ -308,65 +255,117 @@ class Trainer:
                 self.checkpoints.wait()
         self.callbacks.close()
 
+    def loop(self) -> int:
+        """Train up to --steps or a signal; returns the number of finished steps."""
+        config, env, layout = self.config, self.env, self.layout
+        optimizer, checkpoints, callbacks = self.optimizer, self.checkpoints, self.callbacks
+        group, diloco = self.replica_group, self.diloco  # None without their flags
+        step, stopping = self.start(), False
+        while step < config.steps and not stopping:
+            if group is not None:
+                step = group.before_step(step)  # it may be behind the others
+            callbacks.phase(step + 1, "data")
+            self.speed.start()
+            with self.saved_on_error(step):
+                batch = self.objective.batch(step).to(env.device, non_blocking=True)
+            data_wait = self.speed.elapsed()
 
-def build_callbacks(
-    config: TrainConfig, state: TrainState, checkpoints: Checkpoints, env: DistEnv,
-    memory: PeakMemory,
-) -> Callbacks:  # fmt: skip
-    """The callbacks of the flags."""
-    callbacks: list[Callback] = []
-    if config.memory_checkpoint_every is not None:
-        callbacks.append(MemoryCheckpoints(config, state, env))
-    callbacks.append(RankMonitor(config, env, memory, Callbacks(callbacks[:], state).failed))
-    if config.replica_groups is not None:
-        callbacks.append(ReplicaGroup(config, state, env))
-    if config.diloco is not None:
-        callbacks.append(DiLoCoWorker(config, state, checkpoints, env))
-    if config.profile is not None:
-        callbacks.append(Profiler(config, memory, env.rank))
-    if config.offload not in (None, "cpu"):
-        callbacks.append(OffloadFolder(config))
-    return Callbacks(callbacks, state)
+            callbacks.phase(step + 1, "forward and backward")
+            lr = set_learning_rate(optimizer, config, step)
+            if config.optimizer_in_backward:
+                checkpoints.wait_for_staging()
+            scale = self.scaler.scale if self.scaler else 1.0
+            with callbacks.dump_on_error():
+                losses = forward_backward(
+                    self.step_model, batch, config.micro_batch_size, env.autocast, self.attend,
+                    self.balance, layout, self.objective, scale,
+                )  # fmt: skip
+                if group is not None:
+                    losses = group.reduce_gradients(losses)
+
+            callbacks.phase(step + 1, "update")
+            groups = self.objective.clip_groups(self.model) if config.lora_jobs else ()
+            norm = clip_gradients(self.model, config.grad_clip, layout, scale, groups)
+            checkpoints.wait_for_staging()  # the last step's weights must be copied first
+            skipped = group.vote() if group is not None else None
+            skipped = skipped or self.reason_to_skip(step + 1, losses["loss"], norm)
+            if skipped is None:
+                optimizer.step()
+                self.state.updates += 1
+            optimizer.zero_grad()
+            self.balance.update(layout)
+            step += 1
+
+            callbacks.phase(step, "logging")
+            # waits for the GPU, so that the step's time includes the update
+            stopping, data_wait = sync_stop_and_data_wait(self.signals, data_wait, env.device)
+            row = {"step": step, **losses, "lr": lr, **self.balance.row, **self.objective.row}
+            row |= self.speed.row(row.pop("tokens")) | {"data_wait": data_wait}
+            row |= {} if config.optimizer_in_backward else {"grad_norm": norm}
+            row |= {"skipped": skipped} if skipped else {}
+            if diloco is not None:
+                step = row["step"] = diloco.synchronize(step, row)  # it may skip steps
+            callbacks.after_update(row)
+            done = step == config.steps
+            due = (step % config.save_every == 0 and skipped is None) or stopping or done
+            if due and env.world > 1:  # first: in the validation one rank may fail alone
+                checkpoints.save(step, *callbacks.checkpoint(), async_staging=True)
+            if step % config.eval_every == 0 or done:
+                callbacks.phase(step, "validation")
+                with self.saved_on_error(step):
+                    row |= self.validate()
+            self.report(row)
+            if due and env.world == 1:
+                checkpoints.save(step, *callbacks.checkpoint(), async_staging=True)
+            callbacks.after_step(step)
+        return step
 
 
-def prepare_output(
-    config: TrainConfig, locks: contextlib.ExitStack, start: contextlib.ExitStack
-) -> None:
-    """Make and lock OUT, without the temporary files of a save that was killed."""
-    if config.tensorboard:
-        summary_writer()  # fail now if tensorboard is not installed
-    made = [folder for folder in (config.out, *config.out.parents) if not folder.exists()]
-    if not config.resume:
-        check_apart(config)
-    make_folder("--out", config.out)
-    locks.enter_context(writer_lock(config.out))
-    if not config.resume:
-        start.enter_context(starting(config.out, made))
-        check_output_dir(config.out, saved_run(config.out))  # again, now that no other writes it
-    for leftover in config.out.glob(".*.tmp"):
-        leftover.unlink()
-    if not config.resume:
-        record_inputs(config)
-        return
-    verify_input(config, "reward")
-    if needs_init(config):
-        verify_init(config)
+def forward_backward(
+    model: torch.nn.Module, batch: Tensor, micro_batch_size: int,
+    autocast: Callable[[], Any] = contextlib.nullcontext, attend: Attend = causal_attention,
+    balance: LoadBalancer | None = None, layout: ParallelDims = SINGLE_PROCESS,
+    objective: Objective | None = None, scale: float = 1.0,
+) -> dict[str, float]:  # fmt: skip
+    """Leave in .grad the gradient of the mean loss over all tokens of the step, plus MTP_WEIGHT
+    times the MTP loss and the auxiliary losses of `balance`, times `scale`; return those losses,
+    and as "tokens" the number of the step's inputs that are not padding. objective: by default
+    NextToken.
 
-
-def common_inputs(config: TrainConfig) -> dict[str, Any]:
-    """What must be the same on all ranks before OUT is written; checked."""
-    model_cfg = model_config(config)
-    check_experts(config, model_cfg)
-    reward = {"the content of --reward": input_hash(config, "reward")}
-    return {**config.common_settings(), "the model's config.json": model_cfg, **reward}
-
-
-def common_files(config: TrainConfig) -> dict[str, Any]:
-    """OUT's inputs.json and what identifies the weights of --init."""
-    inputs, files = read_inputs(config.out), {}
-    if "init" in inputs and config.init and (not config.resume or needs_init(config)):
-        files["the content of --init"] = init_sample(config)
-    return {f"{INPUTS} in --out": inputs, **files}
+    The divisor is the token count of the whole step (all micro-batches, all ranks), known before
+    the first backward pass: a mean of micro-batch means would give tokens of short micro-batches
+    more weight. An auxiliary loss is a mean over routed tokens, or over sequences, of which each
+    micro-batch counts by its share of the step's.
+    """
+    objective = objective or NextToken(layout=layout)
+    count, tokens, share = step_shares(model, batch, objective, layout)
+    if layout.stages is not None:
+        rest = autocast, attend, balance, layout
+        totals = layout.stages.accumulate(model, batch, count, share, *rest)
+    else:
+        totals, done = torch.zeros(3, device=batch.device), 0
+        for micro in layout.micro_batches(model, batch, micro_batch_size):
+            if balance is not None:
+                balance.recording = True
+            with autocast():
+                sums = objective.loss(model, micro, slice(done, done + len(micro)), attend)
+                sums = sums if isinstance(sums, tuple) else (sums, sums.new_zeros(()))
+                main, mtp = (x / count for x in sums)
+            aux = main.new_zeros(())
+            if balance is not None:
+                aux = balance.pop_losses(share(micro))
+            # tp sums the gradients of MoE inputs, and each rank computes the whole aux loss
+            loss = main + MTP_WEIGHT * mtp + aux / layout.size("tp")
+            if scale != 1.0:  # fp16
+                loss = loss * scale
+            loss.backward()
+            totals += torch.stack((main, mtp, aux)).detach()
+            done += len(micro)
+    layout.sum_gradients(model)
+    main, mtp, aux = layout.all_reduce_sum(totals).tolist()
+    losses = {"loss": main, "tokens": int(tokens)}
+    losses |= {"mtp_loss": mtp} if len(getattr(model, "mtp", ())) else {}
+    return losses | ({"aux_loss": aux} if balance is not None and balance.has_aux_loss else {})
 
 
 def set_learning_rate(optimizer: Any, config: TrainConfig, step: int) -> float:
@@ -378,32 +377,6 @@ def set_learning_rate(optimizer: Any, config: TrainConfig, step: int) -> float:
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("scale", 1.0)
     return lr
-
-
-def sync_stop_and_data_wait(
-    caught: list[int], wait: float, device: torch.device
-) -> tuple[bool, float]:
-    """Max-reduce over ranks: whether any caught a signal (all must stop at the same step), and the
-    longest wait for data."""
-    maxima = torch.tensor([len(caught), wait], device=device)
-    if dist.is_initialized():
-        dist.all_reduce(maxima, dist.ReduceOp.MAX)
-    n_caught, wait = maxima.tolist()
-    return n_caught > 0, round(wait, 4)
-
-
-def export_run(config: TrainConfig) -> None:
-    """--export: the newest intact checkpoint of OUT, with its tokenizer. OUT itself is locked, and
-    another folder must be new."""
-    to = Path(config.export) if config.export else config.out
-    is_out = to.resolve() == config.out.resolve()
-    if not is_out:
-        check_new_folder("--export", to)
-    with writer_lock(to) if is_out and to.is_dir() else contextlib.nullcontext():
-        export(config.out, to, config.lora_merged, verify=True, init=config.init)
-    if not is_out:
-        copy_files(config.out, to)
-    print(to)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -418,7 +391,7 @@ def main(argv: list[str] | None = None) -> int:
 
             model_cfg = model_config(config)
             check_experts(config, model_cfg)
-            print(dry_run(config, model_cfg))
+            print(dry_run(config, model_cfg, forward_backward))
         else:
             train(config)
         sys.stdout.flush()

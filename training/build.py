@@ -1,10 +1,12 @@
-"""Builds the model and the optimizer of a training run from train.py's flags."""
+"""Prepares the output folder of a training run, and builds its model and optimizer, from the
+flags of train.py."""
 
 from __future__ import annotations
 
 if __name__ == "__main__":
     raise SystemExit("this is a part of train.py; run: python train.py --help")
 
+import contextlib
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,17 +25,21 @@ from training.parallelize import ParallelDims
 from quantization.gemm import block_scaled_matmul
 from quantize import SCHEMES, fp8_matmul
 from training.checkpoint import list_steps
-from training.config import TrainConfig
+from training.config import TrainConfig, check_experts
 from training.data import BOS, EOS
 from training.lora import apply_lora_
 from training.lora_jobs import apply_lora_jobs_, job_groups, read_jobs
 from training.low_precision import fp8_training_, qat_
 from training.offload import OffloadedOptimizer, OptimizerInBackward
 from training.optimizers import ChainedOptimizer, StochasticAdamW, mup_factors, muon_split
-from training.run_folder import make_folder
-from training.state import CHECKPOINTS, saved_run
+from training.metrics import summary_writer
+from training.run_folder import INPUTS, check_apart, check_new_folder, check_output_dir, copy_files
+from training.run_folder import init_sample, input_hash, make_folder, read_inputs, record_inputs
+from training.run_folder import starting, verify_init, verify_input
+from training.state import CHECKPOINTS, export, needs_init, saved_run
 from training.step import SINGLE_PROCESS
 from training.upcycle import upcycle_, upcycle_config
+from training.writer_lock import writer_lock
 
 # Quantization of --qat, the same as that of generate.py --quantize
 QAT_SPECS = {name: SCHEMES[name].spec for name in ("int8", "int4")}
@@ -211,3 +217,62 @@ def build_muon(settings: list[dict[str, Any]]) -> ChainedOptimizer:
     adam = partial(torch.optim.AdamW, lr=0.0, betas=(0.9, 0.95), eps=1e-8, fused=True)
     muon = partial(torch.optim.Muon, lr=0.0, adjust_lr_fn="match_rms_adamw")
     return ChainedOptimizer(*(make(part) for make, part in zip((muon, adam), parts) if part))
+
+
+# --------------------------------------------------------------------------------------------------
+# The output folder
+# --------------------------------------------------------------------------------------------------
+
+
+def prepare_output(
+    config: TrainConfig, locks: contextlib.ExitStack, start: contextlib.ExitStack
+) -> None:
+    """Make and lock OUT, without the temporary files of a save that was killed."""
+    if config.tensorboard:
+        summary_writer()  # fail now if tensorboard is not installed
+    made = [folder for folder in (config.out, *config.out.parents) if not folder.exists()]
+    if not config.resume:
+        check_apart(config)
+    make_folder("--out", config.out)
+    locks.enter_context(writer_lock(config.out))
+    if not config.resume:
+        start.enter_context(starting(config.out, made))
+        check_output_dir(config.out, saved_run(config.out))  # again, now that no other writes it
+    for leftover in config.out.glob(".*.tmp"):
+        leftover.unlink()
+    if not config.resume:
+        record_inputs(config)
+        return
+    verify_input(config, "reward")
+    if needs_init(config):
+        verify_init(config)
+
+
+def common_inputs(config: TrainConfig) -> dict[str, Any]:
+    """What must be the same on all ranks before OUT is written; checked."""
+    model_cfg = model_config(config)
+    check_experts(config, model_cfg)
+    reward = {"the content of --reward": input_hash(config, "reward")}
+    return {**config.common_settings(), "the model's config.json": model_cfg, **reward}
+
+
+def common_files(config: TrainConfig) -> dict[str, Any]:
+    """OUT's inputs.json and what identifies the weights of --init."""
+    inputs, files = read_inputs(config.out), {}
+    if "init" in inputs and config.init and (not config.resume or needs_init(config)):
+        files["the content of --init"] = init_sample(config)
+    return {f"{INPUTS} in --out": inputs, **files}
+
+
+def export_run(config: TrainConfig) -> None:
+    """--export: the newest intact checkpoint of OUT, with its tokenizer. OUT itself is locked, and
+    another folder must be new."""
+    to = Path(config.export) if config.export else config.out
+    is_out = to.resolve() == config.out.resolve()
+    if not is_out:
+        check_new_folder("--export", to)
+    with writer_lock(to) if is_out and to.is_dir() else contextlib.nullcontext():
+        export(config.out, to, config.lora_merged, verify=True, init=config.init)
+    if not is_out:
+        copy_files(config.out, to)
+    print(to)

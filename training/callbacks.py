@@ -2,7 +2,8 @@
 
 train.py's loop calls `phase` as each phase of a step begins, `after_update` when the weights have
 changed, `after_step` when the step is logged and saved, `statistics` at each validation. A callback
-overrides what it needs. recovery.py, watchdog.py, diloco.py and metrics.py have the mechanisms;
+overrides what it needs; what changes the step itself, DiLoCo and replica groups, the loop also calls
+by name. recovery.py, watchdog.py, diloco.py and metrics.py have the mechanisms;
 this file joins them to the loop.
 """
 
@@ -53,27 +54,14 @@ class Callback:
     def load(self, found: CheckpointInfo) -> None:
         """Load from a checkpoint on disk what `checkpoint` stored."""
 
-    def start(self, step: int) -> int:
-        """Called before the loop, with the number of finished steps; returns the new number."""
-        return step
-
-    def before_step(self, step: int) -> int:
-        """Called before each step, with the number of finished steps; returns the new number."""
-        return step
-
-    def reduce_gradients(self, losses: dict[str, float]) -> dict[str, float]:
-        """Called when .grad and the losses are those of this job; returns the losses to log."""
-        return losses
-
-    def vote(self) -> str | None:
-        """Why this step's update must be skipped, or None."""
+    def start(self, step: int) -> None:
+        """Called before the loop, with the number of finished steps."""
 
     def phase(self, step: int, name: str) -> None:
         """ "data", "forward and backward", "update", "logging" or "validation" begins."""
 
-    def after_update(self, step: int, row: dict[str, Any]) -> int:
-        """May add to the row of metrics.jsonl; returns the number of finished steps."""
-        return step
+    def after_update(self, row: dict[str, Any]) -> None:
+        """May add to the row of metrics.jsonl."""
 
     def statistics(self) -> dict[str, Any]:
         """Additions to the row of a validation."""
@@ -106,35 +94,23 @@ def _on_each(name: str) -> Any:
     return call
 
 
-def _through_each(name: str) -> Any:
-    """The same, of methods that return a new value of their first argument, which is passed on."""
-
-    def call(self: Callbacks, value: Any, *args: Any) -> Any:
-        for callback in self.callbacks:
-            value = getattr(callback, name)(value, *args)
-        return value
-
-    return call
-
-
 class Callbacks(Callback):
     """Several callbacks, called in turn."""
 
     load, phase, after_step = _on_each("load"), _on_each("phase"), _on_each("after_step")
     failed, finish, close = _on_each("failed"), _on_each("finish"), _on_each("close")
-    start, before_step = _through_each("start"), _through_each("before_step")
-    reduce_gradients = _through_each("reduce_gradients")
-    after_update = _through_each("after_update")
+    start, after_update = _on_each("start"), _on_each("after_update")
 
     def __init__(self, callbacks: list[Callback], state: TrainState):
         self.callbacks, self.state = callbacks, state
 
+    def add(self, callback: Any) -> Any:
+        """Also call this one; returns it."""
+        self.callbacks.append(callback)
+        return callback
+
     def restore(self, after: int) -> int | None:
         return next((s for c in self.callbacks if (s := c.restore(after)) is not None), None)
-
-    def vote(self) -> str | None:
-        reasons = [callback.vote() for callback in self.callbacks]
-        return next(filter(None, reasons), None)
 
     def statistics(self) -> dict[str, Any]:
         return {k: x for callback in self.callbacks for k, x in callback.statistics().items()}
@@ -200,12 +176,12 @@ class MemoryCheckpoints(Callback):
             self.saver.clear()
         return None
 
-    def start(self, step: int) -> int:
+    def start(self, step: int) -> None:
         """Start a thread that dumps the state on SIGTERM if the main thread is blocked in a
         collective with a dead rank: torchrun kills the process 30 seconds later, and its state may
         be the only copy."""
         if self.env.world == 1:
-            return step
+            return
         read_end, write_end = os.pipe()
         os.set_blocking(write_end, False)
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
@@ -219,7 +195,6 @@ class MemoryCheckpoints(Callback):
                 self.failed()
 
         threading.Thread(target=wait, daemon=True).start()
-        return step
 
     def phase(self, step: int, name: str) -> None:
         if name == "data":
@@ -265,7 +240,7 @@ class RankMonitor(Callback):
         self.watchdog: Watchdog | None = None
         set_collective_timeout(NO_TIMEOUT)  # also of the groups of the mesh, while ranks load
 
-    def start(self, step: int) -> int:
+    def start(self, step: int) -> None:
         timeout = self.config.hang_timeout
         first_timeout = 10 * timeout  # the first step compiles, and connects ranks
         if self.env.world > 1:
@@ -276,7 +251,6 @@ class RankMonitor(Callback):
             self.env.store, self.env.rank, self.env.world, timeout=timeout,
             first_timeout=first_timeout, report=report, on_hang=self.exit,
         )  # fmt: skip
-        return step
 
     def exit(self) -> None:
         """Called in the watchdog's thread."""
@@ -313,22 +287,19 @@ class Profiler(Callback):
 
     def __init__(self, config: TrainConfig, memory: PeakMemory, rank: int):
         self.config, self.memory, self.rank = config, memory, rank
-        self.profile, self.stats = contextlib.ExitStack(), {}
-
-    def start(self, step: int) -> int:
-        self.step = step + self.config.profile
-        return step
+        self.profile, self.stats, self.step = contextlib.ExitStack(), {}, None
 
     def phase(self, step: int, name: str) -> None:
+        if self.step is None:  # the first step: DiLoCo may have begun after that of the checkpoint
+            self.step = step - 1 + self.config.profile
         if name == "data" and step == self.step:
             profile = profile_step(self.config.out, self.memory, self.rank)
             self.stats = self.profile.enter_context(profile)
 
-    def after_update(self, step: int, row: dict[str, Any]) -> int:
+    def after_update(self, row: dict[str, Any]) -> None:
         self.profile.close()
         row |= self.stats
         self.stats = {}
-        return step
 
 
 class OffloadFolder(Callback):
@@ -380,13 +351,14 @@ class DiLoCoWorker(Callback):
             state = read_full_tensors(found.path, ["outer.state"])["outer.state"]
             self.outer.load_state_dict({"state": state, **found.metadata["outer"]})
 
-    def start(self, step: int) -> int:
+    def join(self, step: int) -> int:
         """Continue with the other workers' step if they are ahead."""
         late = self.is_rank0 and self.workers.begin(self.outer.round)
         return self.sync(join=True)["step"] if self.broadcast_object(late) else step
 
-    def after_update(self, step: int, row: dict[str, Any]) -> int:
-        """Synchronize every `every` steps."""
+    def synchronize(self, step: int, row: dict[str, Any]) -> int:
+        """Synchronize every `every` steps. May add to the row of metrics.jsonl; returns the number
+        of finished steps, which is higher if the other workers are ahead."""
         self.checkpoints.wait_for_staging()
         if step % self.every == 0:
             row |= self.sync()
@@ -429,3 +401,18 @@ class DiLoCoWorker(Callback):
     def close(self) -> None:
         if self.is_rank0:
             self.workers.close()
+
+
+def build_callbacks(
+    config: TrainConfig, state: TrainState, env: DistEnv, memory: PeakMemory
+) -> Callbacks:
+    """The callbacks of the flags, but those that the loop calls by name."""
+    callbacks: list[Callback] = []
+    if config.memory_checkpoint_every is not None:
+        callbacks.append(MemoryCheckpoints(config, state, env))
+    callbacks.append(RankMonitor(config, env, memory, Callbacks(callbacks[:], state).failed))
+    if config.profile is not None:
+        callbacks.append(Profiler(config, memory, env.rank))
+    if config.offload not in (None, "cpu"):
+        callbacks.append(OffloadFolder(config))
+    return Callbacks(callbacks, state)

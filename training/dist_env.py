@@ -150,3 +150,15 @@ def all_ranks_reach(env: DistEnv, place: str, seconds: float = 10.0) -> bool:
         time.sleep(0.05)
         arrived = env.store.add(place, 0)
     return arrived >= env.world
+
+
+def sync_stop_and_data_wait(
+    caught: list[int], wait: float, device: torch.device
+) -> tuple[bool, float]:
+    """Max-reduce over ranks: whether any caught a signal (all must stop at the same step), and the
+    longest wait for data."""
+    maxima = torch.tensor([len(caught), wait], device=device)
+    if dist.is_initialized():
+        dist.all_reduce(maxima, dist.ReduceOp.MAX)
+    n_caught, wait = maxima.tolist()
+    return n_caught > 0, round(wait, 4)

@@ -50,7 +50,7 @@ from training.lora import apply_lora_
 from training.metrics import flops_per_token
 from training.parallelize import ExpertParallel, ParallelDims
 from training.rank_env import world_size
-from training.step import LoadBalancer, clip_gradients, forward_backward, loss_sums, make_attend
+from training.step import LoadBalancer, clip_gradients, loss_sums, make_attend
 
 # operation -> (kind, bytes each of n ranks sends of an input of b bytes, o of them to itself)
 COLLECTIVES: dict[str, tuple[str, Callable[[int, int, int], int]]] = {
@@ -161,10 +161,13 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
     return sum(to_local(t).numel() * t.element_size() for t in tensors)
 
 
-def measure(args: TrainConfig, model: Transformer, batch: Tensor, layout: ParallelDims) -> dict:
+def measure(
+    args: TrainConfig, model: Transformer, batch: Tensor, layout: ParallelDims,
+    forward_backward: Callable[..., Any],
+) -> dict:  # fmt: skip
     """Costs of a training step with this rank's `batch`, and of a micro-batch's forward pass: bytes
     by kind, and under "sent" {(mesh dimension, collective): (calls, bytes)}. Collective; works with
-    fake and real tensors."""
+    fake and real tensors. forward_backward: train.py's."""
     optimizer, params = build_optimizer(model, args=args), list(model.parameters())
     attend, n = layout.attend(make_attend(args.attention)), args.micro_batch_size
     balance = LoadBalancer(model, aux=args.aux_loss, seq=args.seq_aux_loss, z=args.router_z_loss)
@@ -253,7 +256,9 @@ def balanced_experts(
     return SimpleNamespace(**vars(experts), wrap=wrap, local_expert_ids=experts.local_expert_ids)
 
 
-def count_costs(args: TrainConfig, config: ModelConfig) -> tuple[dict, str]:
+def count_costs(
+    args: TrainConfig, config: ModelConfig, forward_backward: Callable[..., Any]
+) -> tuple[dict, str]:
     """The costs of rank 0, and the mesh as one line."""
     layout, scalars = ParallelDims(args, config, args.dry_run), FakeScalars()
     if config.moe_layers:
@@ -273,7 +278,8 @@ def count_costs(args: TrainConfig, config: ModelConfig) -> tuple[dict, str]:
         model.to_empty(device="cpu")
         model.tie()
         rows = len(layout.samples(args.batch_size))
-        costs = measure(args, model, torch.zeros(rows, args.seq_len + 1).long(), layout)
+        batch = torch.zeros(rows, args.seq_len + 1).long()
+        costs = measure(args, model, batch, layout, forward_backward)
     return costs, "1 rank" if layout.mesh is None else str(layout.mesh).split("\n")[0]
 
 
@@ -293,10 +299,11 @@ def setup(args: TrainConfig, config: ModelConfig) -> None:
         raise ValueError(f'--dry-run: torch has no process group "fake" ({e})') from None
 
 
-def dry_run(args: TrainConfig, config: ModelConfig) -> str:
-    """The table that --dry-run prints: one line per cost."""
+def dry_run(args: TrainConfig, config: ModelConfig, forward_backward: Callable[..., Any]) -> str:
+    """The table that --dry-run prints: one line per cost. forward_backward: train.py's."""
     setup(args, config)
-    (costs, mesh), model = count_costs(args, config), meta_model(config)
+    costs, mesh = count_costs(args, config, forward_backward)
+    model = meta_model(config)
     B, T, world, sent = args.batch_size, args.seq_len, args.dry_run, costs["sent"]
     flops_per_weight = 4 if args.lora else 6  # no weight gradients for frozen weights
     flops = flops_per_token(model, T, flops_per_weight) * B * T / world

@@ -266,7 +266,7 @@ class PipelineStages:
         self, model: Transformer, batch: Tensor, count: Any, share: Callable[[Tensor], Tensor],
         autocast: Callable, attend: Attend, balance: Any, layout: Any,
     ) -> Tensor:  # fmt: skip
-        """The pipeline's part of training.step.forward_backward: accumulate the gradient of this
+        """The pipeline's part of train.py's forward_backward: accumulate the gradient of this
         rank's batch. Returns its losses (main, MTP, auxiliary), 0 on ranks that do not compute
         them. share(micro-batch): the weights of its auxiliary losses (LoadBalancer.pop_losses)."""
         totals, at = torch.zeros(3, device=batch.device), self._positions(batch, layout)

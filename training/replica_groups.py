@@ -123,9 +123,8 @@ class ReplicaGroup(Callback):
         loads the state of the others before its next step."""
         return None if self.manager.should_commit() else ABORTED
 
-    def after_update(self, step: int, row: dict[str, Any]) -> int:
+    def after_update(self, row: dict[str, Any]) -> None:
         row["replica_groups"] = self.manager.num_participants()
-        return step
 
     def close(self) -> None:
         self.manager.shutdown(wait=False)

@@ -1,9 +1,9 @@
-"""One training step: losses, gradients accumulated over micro-batches, clipping, the update.
+"""The parts of a training step: losses, what they are divided by, expert balance, clipping.
 
-`forward_backward` leaves the gradient of the mean loss over all tokens of the step in .grad, on all
-ranks; `clip_gradients` clips it; `validate` is the mean loss over the validation set. Losses are
-divided by the token count of the whole step, so that the micro-batch size and the number of ranks
-change only rounding. train.py runs these in its loop, dry_run.py counts their bytes and FLOPs.
+train.py's `forward_backward` runs them for each micro-batch. `loss_sums` is the loss; `step_shares`
+counts the tokens of the whole step, by which losses are divided, so that the micro-batch size and
+the number of ranks change only rounding; `clip_gradients` clips the gradient; `validate` is the
+mean loss over the validation set. dry_run.py counts their bytes and FLOPs.
 
 What is trained is an objective: an object with the methods of Objective. NextToken is here, others
 are in dpo.py, grpo.py, draft_head.py and lora_jobs.py; objectives.py builds that of --task.
@@ -14,7 +14,6 @@ from __future__ import annotations
 if __name__ == "__main__":
     raise SystemExit("this is a part of train.py; run: python train.py --help")
 
-import contextlib
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -184,53 +183,21 @@ class NextToken:
         return {"val_loss": validate(model, self.validation, *rest)}
 
 
-def forward_backward(
-    model: torch.nn.Module, batch: Tensor, micro_batch_size: int,
-    autocast: Callable[[], Any] = contextlib.nullcontext, attend: Attend = causal_attention,
-    balance: LoadBalancer | None = None, layout: ParallelDims = SINGLE_PROCESS,
-    objective: Objective | None = None, scale: float = 1.0,
-) -> dict[str, float]:  # fmt: skip
-    """Leave in .grad the gradient of the mean loss over all tokens of the step, plus MTP_WEIGHT
-    times the MTP loss and the auxiliary losses of `balance`, times `scale`; return those losses,
-    and as "tokens" the number of the step's inputs that are not padding. objective: by default
-    NextToken.
-
-    The divisor is the token count of the whole step (all micro-batches, all ranks), known before
-    the first backward pass: a mean of micro-batch means would give tokens of short micro-batches
-    more weight. An auxiliary loss is a mean over routed tokens, or over sequences, of which each
-    micro-batch counts by its share of the step's.
-    """
+def step_shares(
+    model: torch.nn.Module, batch: Tensor, objective: Objective, layout: ParallelDims
+) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
+    """Of this rank's batch of a step: what its losses are divided by, the number of the step's
+    inputs that are not padding, and the share of a micro-batch in the step, by which its auxiliary
+    losses count (LoadBalancer.pop_losses)."""
     cp, pp = layout.size("cp"), layout.size("pp")
-    objective = objective or NextToken(layout=layout)
     count = layout.all_reduce_sum(objective.count(batch)) // (cp * pp)
     sizes = partial(batch_sizes, n_depths=len(getattr(model, "mtp", ())), layout=layout)
     step_sizes = layout.all_reduce_sum(sizes(batch)) // pp
-    share = lambda micro_batch: sizes(micro_batch) / step_sizes.clamp(min=1)
-    if layout.stages is not None:
-        rest = autocast, attend, balance, layout
-        totals = layout.stages.accumulate(model, batch, count, share, *rest)
-    else:
-        totals, done = torch.zeros(3, device=batch.device), 0
-        for micro in layout.micro_batches(model, batch, micro_batch_size):
-            if balance is not None:
-                balance.recording = True
-            with autocast():
-                sums = objective.loss(model, micro, slice(done, done + len(micro)), attend)
-                sums = sums if isinstance(sums, tuple) else (sums, sums.new_zeros(()))
-                main, mtp = (x / count for x in sums)
-            aux = main.new_zeros(())
-            if balance is not None:
-                aux = balance.pop_losses(share(micro))
-            # tp sums the gradients of MoE inputs, and each rank computes the whole aux loss
-            loss = main + MTP_WEIGHT * mtp + aux / layout.size("tp")
-            (loss if scale == 1.0 else loss * scale).backward()
-            totals += torch.stack((main, mtp, aux)).detach()
-            done += len(micro)
-    layout.sum_gradients(model)
-    main, mtp, aux = layout.all_reduce_sum(totals).tolist()
-    losses = {"loss": main, "tokens": int(step_sizes[0])}
-    losses |= {"mtp_loss": mtp} if len(getattr(model, "mtp", ())) else {}
-    return losses | ({"aux_loss": aux} if balance is not None and balance.has_aux_loss else {})
+
+    def share(micro_batch: Tensor) -> Tensor:
+        return sizes(micro_batch) / step_sizes.clamp(min=1)
+
+    return count, step_sizes[0], share
 
 
 def count_targets(batch: Tensor, layout: ParallelDims = SINGLE_PROCESS) -> Tensor:
