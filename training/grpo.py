@@ -17,8 +17,8 @@ those of dpo.py.
 
 Cost: sampling, which takes most of the time, and a third forward pass if kl is not 0. When it
 loses: if all rewards of a group are equal (no gradient), or if the policy can get the reward
-without solving the task (reward hacking). Dividing by the group's standard deviation upweights prompts that
-are nearly always or never solved, and 1 / |y| upweights short completions (Dr. GRPO,
+without solving the task (reward hacking). Dividing by the group's standard deviation upweights
+prompts that are nearly always or never solved, and 1 / |y| upweights short completions (Dr. GRPO,
 arXiv:2503.20783): normalize=False and a mask of ones avoid both.
 
 Losses and statistics are sums, to be added over micro-batches and ranks; the caller divides them by
