@@ -26471,8 +26471,8 @@ def test_tuning_one_example_in_16_is_validation():
 @pytest.mark.parametrize("reference", ["a frozen copy", "without adapters"])
 @pytest.mark.parametrize("task", ["dpo", "grpo"])
 def test_tuning_loss_does_not_depend_on_micro_batches(task, reference):
-    """It and the numbers of a step are dpo_loss's and grpo_loss's, of all rows, summed over ranks; the
-    reference gets no gradient."""
+    """It and the numbers of a step are dpo_loss's and grpo_loss's, of all rows, summed over ranks;
+    the reference gets no gradient."""
     model, frozen = tuning_lora(), tuning_model(seed=4)
     how = dict(kl=0.2) if task == "grpo" else {}
     how |= dict(reference=frozen if reference == "a frozen copy" else None)
