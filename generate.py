@@ -36,11 +36,11 @@ them in one step: the same distribution, and the same text when greedy (speculat
 
 --tp, --pp and --ep shard the weights and the KV cache over ranks (generation/load.py,
 generation/pipeline_inference.py), --cp shards the KV cache by tokens, for long contexts
-(parallelism/kv_parallel.py). The text is that of one process up to summation order; if weights are
-sharded and quantized also up to quantization, since each rank chooses scales for its own shard.
-Each rank samples on its own and must get the same tokens: all ranks need the same kind of device
-and the same number of threads. (Without the -- before generate.py, torchrun would take --n for its
-own flag.)
+(parallelism/context_parallel_decode.py). The text is that of one process up to summation order; if
+weights are sharded and quantized also up to quantization, since each rank chooses scales for its
+own shard. Each rank samples on its own and must get the same tokens: all ranks need the same kind
+of device and the same number of threads. (Without the -- before generate.py, torchrun would take
+--n for its own flag.)
 
 --compile turns a decode step into one compiled graph of static shapes, on CUDA replayed as a CUDA
 graph (the static cache and compiled step of gpt-fast). On a CPU the graph calls

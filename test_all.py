@@ -126,17 +126,16 @@ import paged_kv as P
 import parallel
 import quantize as Q
 from parallelism import async_tp, context_parallel as CP
+from parallelism import context_parallel_decode as KVP
 from planner import auto_sharding, cost_model, datacenter
 from parallelism import inference_parallel
 from planner import einsum_model as EM, helix, kernel_model as KM
-from parallelism import kv_parallel as KVP
 from planner import mixed_cluster
 from parallelism import pipeline as PL
 from planner import pipeline_search, __main__ as planner
 from parallelism import quantized_collectives as QC, ring_self_attention as RSA
 from parallelism import schedules as SC
 from planner import search, serving_cost as SCOST, serving_plan as SPLAN
-from parallelism import sharded_attention as SA
 from planner import solvers, spindle, training_plan, training_report
 from parallelism import zero
 from quantization import gemm as X, sparse as Z
@@ -9366,8 +9365,9 @@ def test_files_without_imports_import_alone(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    "parallel context_parallel sharded_attention ring_self_attention async_tp inference_parallel "
-    "diloco quantized_collectives zero expert_parallel pipeline checkpoint recovery".split(),
+    "parallel context_parallel context_parallel_decode ring_self_attention async_tp "
+    "inference_parallel diloco quantized_collectives zero expert_parallel pipeline checkpoint "
+    "recovery".split(),
 )
 def test_files_run_alone_under_torchrun(name, tmp_path):
     """Copied into an empty folder, files that need ranks pass their check and print their table
@@ -27836,7 +27836,7 @@ REFUSED["ep: 0 chunks"] = partial(dispatch, chunks=0), "chunks.*0"
 
 
 # --------------------------------------------------------------------------------------------------
-# kv_parallel.py, on four ranks, against attention and models in one process
+# context_parallel_decode.py, on four ranks, against attention and models in one process
 # --------------------------------------------------------------------------------------------------
 
 
@@ -27895,9 +27895,9 @@ def kvp_attention(env, s):
     own = at_q[env.rank] - s["S"]
     env.wire.reset()
     args = spec, q[:, own], at_q, [x[:, at_k[env.rank]] for x in kv], at_k, None, s["mode"]
-    o, lse = SA.sharded_attention(*args)
+    o, lse = KVP.sharded_attention(*args)
     events = env.wire.events
-    o = o if spec.sinks is None else SA.add_sinks(o, lse, spec.sinks)
+    o = o if spec.sinks is None else KVP.add_sinks(o, lse, spec.sinks)
     flags = {name: getattr(spec, name) for name in "scale window softcap alibi_slopes".split()}
     reference = partial(A.attention_reference, *(x.double() for x in (q, k, v)), **flags)
     tolerance = 1e-5 if s["dtype"] == torch.float32 else 1e-12
@@ -27909,7 +27909,7 @@ def kvp_attention(env, s):
     sizes = dict(ranks=4, Hq=s["Hq"], kv=sum(x.shape[2] * x.shape[3] for x in kv), D=q.shape[3])
     sizes |= dict(Dv=v.shape[3], B=s["B"], itemsize=s["dtype"].itemsize)
     sizes |= dict(S=s["S"] + s["T"], T=4 * max(map(len, at_q)), output_itemsize=wide)  # T: padded
-    assert sent == 4 * SA.bytes_sent(s["mode"], **sizes)
+    assert sent == 4 * KVP.bytes_sent(s["mode"], **sizes)
 
 
 KVP_CONFIGS = {
@@ -27981,7 +27981,7 @@ def kvp_generates(env, run):
         Dv = c.kv_lora_rank
     sizes = dict(ranks=run.ranks, Hq=c.n_heads, kv=kv, D=D, Dv=Dv, B=run.rows, itemsize=8)
     sharded = run.rows % run.ranks == 0
-    want = L * SA.bytes_sent("rows" if sharded else "replicated", output_itemsize=8, **sizes)
+    want = L * KVP.bytes_sent("rows" if sharded else "replicated", output_itemsize=8, **sizes)
     want += sharded * (run.ranks - 1) * run.rows / run.ranks * c.dim * 8  # hidden states
     assert all(sent_bytes(events) == want for _, events, _ in got[len(run.chunks) :])
 
@@ -28085,7 +28085,7 @@ def kvp_bad_shapes_are_refused(env):
     """A ValueError of one line with the numbers, before any transfer."""
     q, at = torch.randn(1, 2, 4, 6), [torch.arange(2)] * 4
     spec = kvp_spec(kvp_case(0))
-    run = partial(SA.sharded_attention, spec)
+    run = partial(KVP.sharded_attention, spec)
     cache = KVP.KVParallelCache(M.KVCache(KVP_CONFIGS["gqa"], 1, 16))
     for call, words in (
         (lambda: run(q, at, [q, q], at, mode="pass-v"), "pass-v"),
@@ -28165,7 +28165,7 @@ def test_kv_parallel_ledger_sums_to_zero(seed):
 
 def test_kv_parallel_pass_kv_or_pass_q():
     """By bytes, and where the transfer of keys is hidden."""
-    choose = SA.should_pass_kv
+    choose = KVP.should_pass_kv
     assert choose(100, 0, 8, 8) is False  # full prefill of MHA: q is half of K and V
     assert choose(100, 0, 8, 4) and choose(100, 0, 64, 8) and choose(25, 75, 64, 8)
     assert not choose(24, 76, 64, 8)

@@ -86,7 +86,7 @@ def attention_and_cache(
     if args.shard_batch and args.mesh is not None:
         attention, rows = shard_batch_attention(attention, args.mesh, rows)
     if args.is_on("cp"):
-        from parallelism.kv_parallel import slots_per_rank
+        from parallelism.context_parallel_decode import slots_per_rank
 
         attention, max_len = lambda cache, limit: cache.attend, slots_per_rank(max_len, args.cp)
     # ring buffers for layers with sliding windows, where every step attends through KVCache.attend
@@ -139,7 +139,7 @@ def budgeted_cache(
 
 def shard_kv_cache_(decoder: Any) -> None:
     """--cp: the decoder's cache is this rank's part of one that is sharded over all ranks."""
-    from parallelism.kv_parallel import KVParallelCache, KVParallelModel
+    from parallelism.context_parallel_decode import KVParallelCache, KVParallelModel
 
     decoder.cache = KVParallelCache(decoder.cache)
     try:
