@@ -97,11 +97,26 @@ class Stats:
                 self.sums[name] = total + (x.abs() if name == "mean_abs" else x).sum(0)
         self.count += len(x)
 
-    def __getattr__(self, name: str) -> Tensor | None:
-        if name not in STATISTICS:
-            raise AttributeError(name)
-        total = self.sums.get(name) if self.count else None
-        return total / self.count if total is not None and name.startswith("mean") else total
+    @property
+    def hessian(self) -> Tensor | None:
+        return self._sum("hessian")
+
+    @property
+    def absmax(self) -> Tensor | None:
+        return self._sum("absmax")
+
+    @property
+    def mean_abs(self) -> Tensor | None:
+        total = self._sum("mean_abs")
+        return None if total is None else total / self.count
+
+    @property
+    def mean(self) -> Tensor | None:
+        total = self._sum("mean")
+        return None if total is None else total / self.count
+
+    def _sum(self, name: str) -> Tensor | None:
+        return self.sums.get(name) if self.count else None
 
 
 @contextmanager
