@@ -35921,7 +35921,7 @@ TRAIN_BAD = {  # flags -> words of the error, separated by "|"
     "--set min_lr_factor=5": "--set min_lr_factor|5",
     "--set memory_checkpoint_dir=x": "--memory-checkpoint-every",
     "--offload CPU": "--offload CPU",
-    "--offload {folder}/empty.txt": "--offload|empty.txt|another folder",
+    "--offload {folder}/empty.txt": "--offload|empty.txt|a folder",
     "--memory-checkpoint-every 1 --set memory_checkpoint_dir={folder}/empty.txt": "be a folder",
     "--optimizer muon --offload cpu": "--optimizer muon",
     "--recompute most": "--recompute most",
