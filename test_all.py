@@ -24482,7 +24482,7 @@ def test_adapters_fused_layers_equal_plain_layers():
 
 ADAPTER_PATCH = """
 from unittest.mock import patch
-with patch('torch.cuda.is_available', lambda: True): from serving import adapters as AD
+with patch('torch.cuda.is_available', lambda: True): from generation import adapters as AD
 """
 ADAPTER_COMPILE = """
 from types import SimpleNamespace
