@@ -15,9 +15,9 @@
                                                  a draft head for speculative decoding
 
 training/config.py has every flag and which go together; Trainer builds the parts of a run, and its
-loop() is the one loop, with forward_backward below it. Another loss is an objective (training/step.py), another optimizer a branch
-of build_optimizer (training/build.py), another reaction to a failure a callback
-(training/callbacks.py).
+loop() is the one loop, with forward_backward below it. Another loss is an objective
+(training/step.py), another optimizer a branch of build_optimizer (training/build.py), another
+reaction to a failure a callback (training/callbacks.py).
 
 OUT holds metrics.jsonl and checkpoints/; when the run ends or is stopped, it is also a Hugging Face
 folder (config.json, model.safetensors in bf16, tokenizer) that generate.py and transformers open.

@@ -2,9 +2,9 @@
 
 train.py's loop calls `phase` as each phase of a step begins, `after_update` when the weights have
 changed, `after_step` when the step is logged and saved, `statistics` at each validation. A callback
-overrides what it needs; what changes the step itself, DiLoCo and replica groups, the loop also calls
-by name. recovery.py, watchdog.py, diloco.py and metrics.py have the mechanisms;
-this file joins them to the loop.
+overrides what it needs; what changes the step itself, DiLoCo and replica groups, the loop also
+calls by name. recovery.py, watchdog.py, diloco.py and metrics.py have the mechanisms; this file
+joins them to the loop.
 """
 
 from __future__ import annotations
