@@ -31739,6 +31739,8 @@ PLANNER_REFUSED = {  # flags -> more flags -> regex of the error
         "1k,1k,1k --group-m -1": "--group-m must be positive, not -1",
         "1k,1k,1k --device gb200-nvl72": "--device gb200-nvl72.* h100",
     },
+    "simulate colocation": {"--slo 1": "^simulate colocation has no flag --slo; see --help$"},
+    "simulate variants": {"--slo 1": "^simulate variants has no flag --slo; see --help$"},
     "kernel l2": {
         "8 --stages 2": "^kernel l2 has no flag --stages; see --help$",
         "0": "^TOKENS '0' is not a number",

@@ -66,7 +66,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
             module = importlib.import_module(f"planner.{module}")
             getattr(module, function or "add_flags")(own)
     args, args.engine_flags = parser.parse_known_args(argv)
-    if args.engine_flags and args.topic != "simulate":
+    if args.engine_flags and argv[:2] != ["simulate", "trace"]:
         words = [word for word in argv[:2] if not word.startswith("-")]
         raise ValueError(f"{' '.join(words)} has no flag {args.engine_flags[0]}; see --help")
     return args

@@ -82,22 +82,27 @@ class Move(NamedTuple):
 
 
 def shift(source: str, target: str) -> Move:
+    """The least factor of one degree goes to another: shift("tp", "dp")."""
     return Move("shift", source, target)
 
 
 def up(field: str) -> Move:
+    """The next option of a field: of more recomputation, a larger micro-batch."""
     return Move("up", field)
 
 
 def down(field: str) -> Move:
+    """The previous option of a field."""
     return Move("down", field)
 
 
 def use(schedule: str) -> Move:
+    """Another pipeline schedule."""
     return Move("set", "schedule", schedule)
 
 
 def chunks(n: int) -> Move:
+    """n chunks of layers per rank, of the interleaved schedule."""
     return Move("set", "chunks", n)
 
 
